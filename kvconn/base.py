@@ -1,0 +1,344 @@
+"""The connector interface: two halves, their methods, and the few plain types that cross between them and an engine.
+
+Rules
+1. This module decides nothing and imports nothing heavy; engines import it in processes that never move a byte.
+2. Method names are vLLM 0.32's; their arguments are the views defined here, so that no engine's classes leak in.
+3. Results of a poll are consumed by the poll (C5): nothing peeks, ``get_finished`` is derived from
+   ``get_transfer_results`` here and nowhere else.
+4. Everything that crosses a process is frozen and picklable.
+
+The completion contract, numbered C1 to C13, is in docs/design.md.
+"""
+
+from __future__ import annotations
+
+import enum
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import msgspec
+
+__all__ = [
+    "BlockIds",
+    "ConnectorMetadata",
+    "ConnectorRole",
+    "Direction",
+    "Fact",
+    "FactState",
+    "FinishReason",
+    "GroupView",
+    "HandshakeMetadata",
+    "KVBlocks",
+    "KVCacheView",
+    "KVConnector",
+    "KVConnectorOutput",
+    "LayerView",
+    "RequestView",
+    "StepRequest",
+    "StepView",
+    "TransferResults",
+    "WorkerFacts",
+]
+
+Direction = Literal["send", "recv"]
+#: ``quiet`` says that no transfer of ours can write the blocks of a failed receive any more (C6).
+FactState = Literal["done", "failed", "quiet"]
+#: block ids per cache group.
+BlockIds = tuple[tuple[int, ...], ...]
+CacheKind = Literal["full", "window", "state"]
+
+
+class ConnectorRole(enum.Enum):
+    """Which half an instance is: one SCHEDULER per engine, one WORKER per rank."""
+
+    SCHEDULER = "scheduler"
+    WORKER = "worker"
+
+
+class FinishReason(enum.Enum):
+    """Why a request ended. Only STOP and LENGTH leave KV that another engine may read."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+# --- where KV lives, as the engine tells it -----------------------------------------------------------------------
+
+
+class GroupView(msgspec.Struct, frozen=True):
+    """A cache group: the layers that share one block table. ``window`` in tokens, for ``kind='window'``."""
+
+    kind: CacheKind
+    layers: tuple[str, ...]
+    window: int | None = None
+
+
+class KVCacheView(msgspec.Struct, frozen=True):
+    """The pool as the scheduler sees it. ``block_size`` in tokens, ``num_blocks`` per group pool."""
+
+    num_blocks: int
+    block_size: int
+    groups: tuple[GroupView, ...]
+
+
+class LayerView(msgspec.Struct, frozen=True):
+    """One cache tensor of one layer, in bytes: block ``b`` lies at ``address + b * stride``, ``length`` long."""
+
+    name: str
+    address: int
+    stride: int
+    length: int
+    count: int
+    group: int = 0
+    kind: CacheKind = "full"
+    mem_type: Literal["DRAM", "VRAM"] = "DRAM"
+    device_id: int = 0
+
+
+# --- what the scheduler half is told ------------------------------------------------------------------------------
+
+
+class RequestView:
+    """A request, read-only. ``n_prompt`` and ``n_total`` in tokens; tokens and block hashes are fetched on demand.
+
+    ``block_hashes()`` gives one content hash per full block of the whole sequence so far, prefix included.
+    """
+
+    __slots__ = ("_block_hashes", "_tokens", "id", "n_prompt", "n_total", "params")
+
+    def __init__(
+        self,
+        id: str,
+        n_prompt: int,
+        n_total: int,
+        params: Mapping[str, Any] | None,
+        tokens: Callable[[], Sequence[int]] = tuple,
+        block_hashes: Callable[[], Sequence[bytes]] = tuple,
+    ) -> None:
+        self.id = id
+        self.n_prompt = n_prompt
+        self.n_total = n_total
+        self.params = params
+        self._tokens = tokens
+        self._block_hashes = block_hashes
+
+    def tokens(self) -> Sequence[int]:
+        return self._tokens()
+
+    def block_hashes(self) -> Sequence[bytes]:
+        return self._block_hashes()
+
+    def __repr__(self) -> str:
+        return f"RequestView({self.id} prompt={self.n_prompt} total={self.n_total} params={self.params is not None})"
+
+
+class KVBlocks(msgspec.Struct, frozen=True):
+    """Blocks of one request. The first ``hashed[g]`` blocks of group g were prefix hits: their content stands."""
+
+    ids: BlockIds
+    hashed: tuple[int, ...]
+
+
+class StepRequest(msgspec.Struct, frozen=True):
+    """One request's share of a step: ``n`` tokens from position ``start``; ``new_blocks`` were added for it."""
+
+    id: str
+    start: int
+    n: int
+    new_blocks: BlockIds = ()
+
+
+class StepView(msgspec.Struct, frozen=True):
+    """One engine step, also an empty one. ``finished`` ended since the last step."""
+
+    seq: int
+    requests: tuple[StepRequest, ...] = ()
+    preempted: tuple[str, ...] = ()
+    finished: tuple[str, ...] = ()
+
+
+# --- what crosses between the halves ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ConnectorMetadata:
+    """Base of what a scheduler half ships to its worker halves with a step. Pickled by the engine."""
+
+
+@dataclass(frozen=True)
+class HandshakeMetadata:
+    """Base of what a serving worker half publishes to peers through its scheduler half."""
+
+
+class Fact(msgspec.Struct, frozen=True):
+    """One rank's word on one life: ``(id, direction, n)``, who says it, and what it says (C3, C4).
+
+    ``child`` is the path of the reporting connector below the outermost one, outermost index first.
+    """
+
+    id: str
+    direction: Direction
+    n: int
+    rank: int
+    state: FactState
+    child: tuple[int, ...] = ()
+
+
+class WorkerFacts(msgspec.Struct, frozen=True):
+    """A worker half's facts of one step; ranks' facts are joined in rank order."""
+
+    facts: tuple[Fact, ...] = ()
+
+    def aggregate(self, other: WorkerFacts) -> WorkerFacts:
+        return WorkerFacts(self.facts + other.facts)
+
+
+class TransferResults(msgspec.Struct, frozen=True):
+    """What one poll of one worker half found. Consumed by that poll."""
+
+    finished_sending: frozenset[str] = frozenset()
+    finished_recving: frozenset[str] = frozenset()
+    failed_recving: frozenset[str] = frozenset()
+
+
+@dataclass
+class KVConnectorOutput:
+    """A worker's connector results for one step, and, aggregated, the engine's."""
+
+    finished_sending: set[str] | None = None
+    finished_recving: set[str] | None = None
+    failed_recving: set[str] | None = None
+    invalid_block_ids: set[int] = field(default_factory=set)
+    kv_connector_stats: Any = None
+    kv_cache_events: Any = None
+    kv_connector_worker_meta: Any = None
+
+
+class KVConnector(ABC):
+    """A KV connector: one class, two roles.
+
+    The engine makes one instance with ``ConnectorRole.SCHEDULER`` beside its scheduler and one with
+    ``ConnectorRole.WORKER`` in every worker process, and calls the methods of that half only. Constructor:
+    ``Connector(config, role, kv_cache)`` with a :class:`kvconn.config.ConnectorConfig` and a :class:`KVCacheView`.
+
+    **Contract.** When ``request_finished`` returned True for a request, every worker half of the engine reports that
+    id exactly once as finished sending, after the metadata that announces it was bound (C1); the engine frees the
+    blocks when it has heard all of them. When ``update_state_after_alloc`` gave blocks for external tokens of an
+    asynchronous load, every worker half reports that id exactly once as finished receiving.
+    """
+
+    role: ConnectorRole
+    _metadata: ConnectorMetadata | None = None
+
+    # -- scheduler half ------------------------------------------------------------------------------------------
+
+    def on_new_request(self, request: RequestView) -> None:
+        """A request entered the engine's queue. Called once per request."""
+
+    def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """How many tokens beyond ``num_computed_tokens`` (a block-aligned local hit) this connector can bring.
+
+        Returns ``(n, asynchronous)``; ``n`` None means "not yet, ask again". Idempotent (C10).
+        """
+        return 0, False
+
+    def update_state_after_alloc(self, request: RequestView, blocks: KVBlocks, num_external_tokens: int) -> None:
+        """Blocks were given to an admitted request; ``num_external_tokens`` of them are this connector's to fill."""
+
+    @abstractmethod
+    def build_connector_meta(self, step: StepView) -> ConnectorMetadata:
+        """What the worker halves must know of this step. Called once per step, empty ones included."""
+
+    def request_finished(
+        self, request: RequestView, blocks: BlockIds, reason: FinishReason
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """A request ended. Returns ``(delay the free, kv_transfer_params for the client)``."""
+        return False, None
+
+    def update_connector_output(self, output: KVConnectorOutput) -> None:
+        """Called with the aggregated output before the engine reads it. May replace its sets: veto, never originate."""
+
+    def get_finished_count(self) -> int | None:
+        """How many reports complete an id; None: one per worker of the engine (C2)."""
+        return None
+
+    def set_handshake_metadata(self, metadata: Mapping[tuple[int, int], HandshakeMetadata]) -> None:
+        """The worker halves' handshake metadata, by (pp rank, tp rank)."""
+
+    def has_pending_push_work(self) -> bool:
+        """True while this half needs empty steps although no request is delayed."""
+        return False
+
+    def take_events(self) -> Iterable[Any]:
+        """KV events since the last call."""
+        return ()
+
+    def reset_cache(self) -> bool | None:
+        """Forget cached content. False: could not."""
+        return None
+
+    def explain(self, now: float) -> list[str]:
+        """One line per thing still owed: request, stage, ranks, child, age. For the stall table."""
+        return []
+
+    # -- worker half ---------------------------------------------------------------------------------------------
+
+    def register_kv_caches(self, layers: Mapping[str, LayerView]) -> None:
+        """The cache tensors of this rank, once, before the first step."""
+
+    def get_handshake_metadata(self) -> HandshakeMetadata | None:
+        """What peers need to read from this rank; None if it serves nobody."""
+        return None
+
+    def bind_connector_metadata(self, metadata: ConnectorMetadata) -> None:
+        """This step's metadata, before any forward of the step."""
+        self._metadata = metadata
+
+    def clear_connector_metadata(self) -> None:
+        """The step is over."""
+        self._metadata = None
+
+    def handle_preemptions(self, metadata: ConnectorMetadata) -> None:
+        """Called every step before ``bind_connector_metadata``, before any block of the step is written."""
+
+    def start_load_kv(self, context: object = None, **kwargs: object) -> None:
+        """Start this step's loads. Must not block on the network."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Before layer ``layer_name`` reads its cache."""
+
+    def save_kv_layer(self, layer_name: str, **kwargs: object) -> None:
+        """After layer ``layer_name`` wrote its cache."""
+
+    def wait_for_save(self) -> None:
+        """After the forward, also of an empty step."""
+
+    @abstractmethod
+    def get_transfer_results(self, finished_req_ids: set[str]) -> TransferResults:
+        """The poll: what finished on this rank since the last one (C5). Consumes."""
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
+        """The older poll; the same results, derived (C5). Consumes."""
+        results = self.get_transfer_results(finished_req_ids)
+        return set(results.finished_sending), set(results.finished_recving)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Unused: failures are reported per request (docs/design.md, vLLM)."""
+        return set()
+
+    def build_connector_worker_meta(self) -> Any:
+        """Facts beside the sets, after the poll: a :class:`WorkerFacts` or None."""
+        return None
+
+    # -- both ----------------------------------------------------------------------------------------------------
+
+    def get_kv_connector_stats(self) -> Any:
+        """Counters since the last call, or None: a :class:`kvconn.metrics.Stats`."""
+        return None
+
+    def shutdown(self) -> None:
+        """Stop threads, close sockets, destroy agents. Idempotent."""

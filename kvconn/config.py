@@ -1,0 +1,230 @@
+"""``kv_transfer_config`` JSON to frozen Structs; every problem at once, with the path of its key.
+
+Rules
+1. Nothing past this module sees a dict of settings: a problem is found here, at start-up, or not at all.
+2. All problems are collected before one :class:`~kvconn.errors.ConfigError` is raised; an unknown key names the key
+   that was probably meant.
+3. Every deadline and bound of the library stands in the table :class:`Limits`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+
+from kvconn.errors import ConfigError
+
+__all__ = [
+    "ConnectorConfig",
+    "KVTransferConfig",
+    "Limits",
+    "ModelView",
+    "NixlSettings",
+    "OffloadSettings",
+    "ParallelConfig",
+    "parse_extra",
+    "parse_kv_transfer_config",
+]
+
+Role = Literal["kv_producer", "kv_consumer", "kv_both"]
+ROLES: tuple[str, ...] = ("kv_producer", "kv_consumer", "kv_both")
+T = TypeVar("T", bound=msgspec.Struct)
+#: a deadline: finite and after now (C7).
+Seconds = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
+Count = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Every deadline and bound, seconds unless said otherwise (C7)."""
+
+    handshake: Seconds = 10.0
+    read: Seconds = 60.0
+    store: Seconds = 60.0
+    drain: Seconds = 30.0
+    lease: Seconds = 30.0
+    grace: Seconds = 10.0
+    stall_after: Seconds = 30.0
+    quarantine_age: Seconds = 60.0
+    #: share of the block pool
+    quarantine_max: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.25
+    pump_interval: Seconds = 200e-6
+    #: a worker's answer to one step of the reference engine
+    step: Seconds = 60.0
+    #: early notifications and absorbed ids kept, entries
+    early_max: Count = 4096
+    #: requests waiting for one peer's handshake
+    waiting_max: Count = 4096
+    #: peers known at once
+    peers_max: Count = 4096
+
+
+class KvconnSettings(Limits, frozen=True, forbid_unknown_fields=True):
+    """The ``kvconn`` object in ``kv_connector_extra_config``: the limits, and what is ours alone."""
+
+    progress: Literal["nixl", "pump", "poll"] = "pump"
+    hold: bool = False
+
+
+class NixlSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """``kv_connector_extra_config`` of a NixlConnector."""
+
+    backends: tuple[str, ...] = ("UCX",)
+    num_threads: Annotated[int, msgspec.Meta(ge=0)] = 4
+    kv_lease_duration: Seconds = 30.0
+    kv_recompute_threshold: Annotated[int, msgspec.Meta(ge=0)] = 64
+    engine_ttl: Seconds = 3600.0
+    enforce_handshake_compat: bool = True
+    kvconn: KvconnSettings = KvconnSettings()
+
+
+class OffloadSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """``kv_connector_extra_config`` of an OffloadingConnector. ``cpu_bytes_to_use`` per rank."""
+
+    cpu_bytes_to_use: int = 64 << 20
+    eviction_policy: Literal["lru"] = "lru"
+    kvconn: KvconnSettings = KvconnSettings()
+
+
+class MultiSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """``kv_connector_extra_config`` of a MultiConnector: ``connectors`` are ``kv_transfer_config`` objects."""
+
+    connectors: tuple[dict[str, Any], ...]
+
+
+class KVTransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One ``kv_transfer_config``. ``engine_id`` None: a fresh one is drawn."""
+
+    kv_connector: str
+    kv_role: Role
+    engine_id: str | None = None
+    kv_connector_module_path: str | None = None
+    kv_connector_extra_config: dict[str, Any] = {}
+    kv_buffer_device: str = "cpu"
+    kv_load_failure_policy: Literal["fail", "recompute"] = "fail"
+    kv_port: Annotated[int, msgspec.Meta(ge=1, le=65535)] | None = None
+    enable_permute_local_kv: bool = False
+
+
+class ParallelConfig(msgspec.Struct, frozen=True):
+    """Sizes of one engine. Ranks are ordered pp-major, then pcp, then tp: ``rank = (pp * PCP + pcp) * TP + tp``."""
+
+    tp: int = 1
+    pp: int = 1
+    pcp: int = 1
+    dcp: int = 1
+    dp_rank: int = 0
+
+    @property
+    def world(self) -> int:
+        return self.tp * self.pp * self.pcp
+
+    @property
+    def output_rank(self) -> int:
+        """The first rank of the last pipeline stage."""
+        return self.world - self.tp * self.pcp
+
+
+class ModelView(msgspec.Struct, frozen=True):
+    """What of the model decides the meaning of KV bytes. ``block_size`` in tokens, ``head_size`` in elements.
+
+    ``packing``: ``latent`` (one shared row per token, MLA), ``kv`` (K and V packed in one tensor).
+    """
+
+    name: str
+    dtype: str
+    num_layers: int
+    num_kv_heads: int
+    head_size: int
+    block_size: int
+    packing: Literal["latent", "kv"] = "latent"
+
+
+class ConnectorConfig(msgspec.Struct, frozen=True):
+    """Everything a connector is constructed from. ``rank`` is None on the scheduler half."""
+
+    kv_transfer: KVTransferConfig
+    engine_id: str
+    parallel: ParallelConfig
+    model: ModelView
+    rank: int | None = None
+    host: str = "127.0.0.1"
+    port: int = 5600
+
+
+def parse_kv_transfer_config(
+    raw: str | bytes | Mapping[str, Any], path: str = "kv_transfer_config"
+) -> KVTransferConfig:
+    """JSON (text or object) to a checked :class:`KVTransferConfig`. Raises ConfigError with every problem found.
+
+    The connector's own ``kv_connector_extra_config`` is checked by :func:`parse_extra` with the connector's settings
+    type; children of a MultiConnector by this function again.
+    """
+    if isinstance(raw, str | bytes):
+        try:
+            raw = msgspec.json.decode(raw)
+        except (msgspec.DecodeError, UnicodeError, RecursionError) as err:
+            raise ConfigError(f"{path}: not JSON: {err}") from None
+    if not isinstance(raw, Mapping):
+        raise ConfigError(f"{path}: expected an object, got {type(raw).__name__}")
+    return _to_struct(KVTransferConfig, raw, path)
+
+
+def parse_extra(kind: type[T], config: KVTransferConfig, path: str = "kv_transfer_config") -> T:
+    """``kv_connector_extra_config`` as ``kind``. Raises ConfigError with every problem found."""
+    return _to_struct(kind, config.kv_connector_extra_config, f"{path}.kv_connector_extra_config")
+
+
+def fresh_engine_id(config: KVTransferConfig) -> str:
+    """The configured engine id, or an unguessable one."""
+    return config.engine_id or uuid.uuid4().hex
+
+
+def side_channel_address() -> tuple[str, int]:
+    """Host and base port of the side channel, from vLLM's variables. Raises ConfigError."""
+    host = os.environ.get("VLLM_NIXL_SIDE_CHANNEL_HOST", "127.0.0.1")
+    raw = os.environ.get("VLLM_NIXL_SIDE_CHANNEL_PORT", "5600")
+    if not (raw.isascii() and raw.isdigit() and len(raw) <= 5) or not 0 < int(raw) < 65536:
+        raise ConfigError(f"VLLM_NIXL_SIDE_CHANNEL_PORT: expected a port 1..65535, got {raw!r}")
+    return host, int(raw)
+
+
+def _to_struct(kind: type[T], raw: Mapping[str, Any], path: str) -> T:
+    problems: list[str] = []
+    _collect(kind, raw, path, problems)
+    if problems:
+        raise ConfigError(problems)
+    return msgspec.convert(raw, kind, strict=True)
+
+
+def _collect(kind: type[msgspec.Struct], raw: Mapping[str, Any], path: str, problems: list[str]) -> None:
+    fields = {f.name: f for f in msgspec.structs.fields(kind)}
+    for key in raw:
+        if key not in fields:
+            problems.append(f"{path}.{key}: unknown key{_hint(key, list(fields))}")  # noqa: PERF401 - one way to add
+    for name, info in fields.items():
+        if name not in raw:
+            if info.required:
+                problems.append(f"{path}.{name}: missing")
+            continue
+        value = raw[name]
+        if isinstance(info.type, type) and issubclass(info.type, msgspec.Struct) and isinstance(value, Mapping):
+            _collect(info.type, value, f"{path}.{name}", problems)
+            continue
+        try:
+            msgspec.convert(value, info.type, strict=True)
+        except msgspec.ValidationError as err:
+            problems.append(f"{path}.{name}: {err}{_value_hint(name, value)}")
+
+
+def _hint(key: object, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(str(key), known, n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def _value_hint(name: str, value: object) -> str:
+    return _hint(value, ROLES) if name == "kv_role" and isinstance(value, str) else ""

@@ -1,0 +1,132 @@
+"""Where KV lives and who holds what.
+
+Rules
+1. Outside configuration, the engine and the adapters, which supply them, only this module reads a rank's PCP
+   coordinate: everybody else asks the one :class:`RankRole` (C5).
+2. A region is one contiguous cache tensor, in bytes; block ``b`` lies at ``base + b * stride``, ``length`` long.
+   Region order is part of the wire: layers by natural sort of their names, a repeated (address, stride) folded
+   into the first.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+import msgspec
+
+from kvconn.base import LayerView
+from kvconn.config import ParallelConfig
+from kvconn.errors import ConfigError
+
+__all__ = ["RankRole", "Region", "blocks_for", "coordinates", "regions_of"]
+
+
+class Coordinates(msgspec.Struct, frozen=True):
+    """A worker's place in its engine."""
+
+    pp: int
+    pcp: int
+    tp: int
+
+
+class RankRole(msgspec.Struct, frozen=True):
+    """What one worker is, computed once.
+
+    ``serves``: peers read this rank's blocks. ``replicates``: its KV is a copy of the canonical replica's and nobody
+    reads it (replicated PCP rank > 0). ``reads``: it reads peers' blocks.
+    """
+
+    rank: int
+    world: int
+    coords: Coordinates
+    serves: bool
+    replicates: bool
+    reads: bool
+
+    @classmethod
+    def of(cls, parallel: ParallelConfig, rank: int, kv_role: str) -> RankRole:
+        """The role of ``rank`` under ``kv_role``. Raises ConfigError for a rank outside the world."""
+        where = coordinates(parallel, rank)
+        replicates = is_replicated(parallel) and where.pcp > 0
+        return cls(
+            rank=rank,
+            world=parallel.world,
+            coords=where,
+            serves=kv_role in ("kv_producer", "kv_both") and not replicates,
+            replicates=replicates,
+            reads=kv_role in ("kv_consumer", "kv_both"),
+        )
+
+    def __repr__(self) -> str:
+        does = [w for w, on in (("serves", self.serves), ("replicates", self.replicates), ("reads", self.reads)) if on]
+        return f"RankRole({self.rank}/{self.world} {'+'.join(does) or 'idle'})"
+
+
+def coordinates(parallel: ParallelConfig, rank: int) -> Coordinates:
+    """Rank order is pp-major, then pcp, then tp (see ParallelConfig). Raises ConfigError."""
+    if not 0 <= rank < parallel.world:
+        raise ConfigError(f"rank: expected 0..{parallel.world - 1}, got {rank}")
+    rest, tp = divmod(rank, parallel.tp)
+    pp, pcp = divmod(rest, parallel.pcp)
+    return Coordinates(pp=pp, pcp=pcp, tp=tp)
+
+
+def is_replicated(parallel: ParallelConfig) -> bool:
+    """True when every PCP rank holds the same KV (no DCP shards it)."""
+    return parallel.pcp > 1 and parallel.dcp == 1
+
+
+class Region(msgspec.Struct, frozen=True):
+    """One registered cache tensor. Bytes throughout; ``count`` blocks."""
+
+    name: str
+    base: int
+    stride: int
+    length: int
+    count: int
+    group: int
+    mem_type: str = "DRAM"
+    device_id: int = 0
+
+    @property
+    def span(self) -> int:
+        """Bytes from the first byte of the first block to the last byte of the last."""
+        return self.stride * (self.count - 1) + self.length
+
+    @property
+    def dense(self) -> bool:
+        """True when neighbouring blocks are neighbouring bytes, so that runs of blocks are one range."""
+        return self.stride == self.length
+
+
+def regions_of(layers: Iterable[LayerView]) -> tuple[Region, ...]:
+    """Regions in wire order. Raises ConfigError for a layer whose numbers cannot be."""
+    seen: set[tuple[int, int]] = set()
+    regions: list[Region] = []
+    for layer in sorted(layers, key=lambda v: _natural(v.name)):
+        if layer.count < 1 or layer.length < 1 or layer.stride < layer.length:
+            raise ConfigError(
+                f"layer {layer.name}: expected count >= 1 and stride >= length >= 1, "
+                f"got count={layer.count} stride={layer.stride} length={layer.length}"
+            )
+        key = (layer.address, layer.stride)
+        if key in seen:
+            continue
+        seen.add(key)
+        regions.append(
+            Region(
+                layer.name, layer.address, layer.stride, layer.length, layer.count, layer.group,
+                layer.mem_type, layer.device_id,
+            )
+        )  # fmt: skip
+    return tuple(regions)
+
+
+def blocks_for(tokens: int, block_size: int) -> int:
+    """Blocks that hold ``tokens`` tokens."""
+    return -(-tokens // block_size)
+
+
+def _natural(name: str) -> list[tuple[int, int, str]]:
+    return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in re.split(r"(\d+)", name) if part]
