@@ -1,0 +1,259 @@
+"""The completion ledger: which lives are open, and who still owes a word on them.
+
+Rules
+1. A *life* is (request id, direction, n). :meth:`CompletionLedger.open` draws n; nobody else does (C4).
+2. Completion is a set of parties, never a count of reports. A party is (child path, rank). A duplicate changes
+   nothing but a counter (C3).
+3. A report for a life that is not open is absorbed and counted; therefore there are no tombstones, and an empty
+   engine has empty tables (C4).
+4. ``failed`` is a result, ``quiet`` is a release: a rank that failed is settled only when it is quiet (C6).
+5. :class:`CompletionGate` may hold an id back, never invent one: emitted = seen in the engine's sets and own life
+   complete.
+No I/O and no clock: ``now`` is an argument, in seconds of any one clock.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import msgspec
+
+from kvconn.base import Direction, Fact, FactState
+
+__all__ = ["Child", "Closed", "CompletionGate", "CompletionLedger", "Emit", "Outcome", "Pending"]
+
+#: path of a connector below the outermost one; () is the outermost itself.
+Child = tuple[int, ...]
+
+
+class Outcome(enum.Enum):
+    """What one report did."""
+
+    ADDED = "added"
+    COMPLETED = "completed"
+    DUPLICATE = "duplicate"
+    UNKNOWN = "unknown life"
+    STRANGER = "not a party"
+
+
+class Pending(msgspec.Struct, frozen=True):
+    """An open life and the ranks, per child, that still owe it a word. ``since`` as given to ``open``."""
+
+    id: str
+    direction: Direction
+    n: int
+    owed: tuple[tuple[Child, tuple[int, ...]], ...]
+    since: float | None
+
+    def describe(self, names: Mapping[Child, str], now: float | None = None) -> str:
+        """One line for a stall table; ``names`` maps child paths to connector names."""
+        whom = ", ".join(f"{names.get(c, c or 'connector')} {_ranks(r)}" for c, r in self.owed) or "nobody"
+        age = f" for {now - self.since:.1f} s" if now is not None and self.since is not None else ""
+        return f"{self.direction} of {self.id} (life {self.n}) owed by {whom}{age}"
+
+
+class Closed(msgspec.Struct, frozen=True):
+    """A life that completed."""
+
+    id: str
+    direction: Direction
+    n: int
+    failed: bool
+
+
+@dataclass
+class _Life:
+    id: str
+    direction: Direction
+    n: int
+    owed: dict[Child, set[int]]
+    allow_missing: dict[Child, int]
+    since: float | None
+    failed: bool = False
+    failed_by: set[tuple[Child, int]] = field(default_factory=set)
+    seen: bool = False
+
+    @property
+    def complete(self) -> bool:
+        return all(len(ranks) <= self.allow_missing.get(child, 0) for child, ranks in self.owed.items())
+
+
+class CompletionLedger:
+    """Open lives by (id, direction); at most one is open per pair."""
+
+    def __init__(self) -> None:
+        self._open: dict[tuple[str, Direction], _Life] = {}
+        self._next_n = itertools.count(1)
+        #: reports that changed nothing, by outcome.
+        self.absorbed: Counter[Outcome] = Counter()
+
+    def open(
+        self,
+        id: str,
+        direction: Direction,
+        owed: Mapping[Child, Iterable[int]],
+        *,
+        quorum: Mapping[Child, int] | None = None,
+        now: float | None = None,
+    ) -> int:
+        """Open a life and return its n. ``owed`` names the ranks of each child.
+
+        ``quorum[child]``: that many distinct ranks complete this child (C2). Raises ValueError when the pair is
+        already open: its engine would free blocks twice.
+        """
+        key = (id, direction)
+        if key in self._open:
+            raise ValueError(f"life of {id} ({direction}) is open already: {self._open[key].n}")
+        sets = {child: set(ranks) for child, ranks in owed.items()}
+        spare = {c: max(0, len(sets[c]) - q) for c, q in (quorum or {}).items() if c in sets}
+        life = _Life(id, direction, next(self._next_n), sets, spare, now)
+        self._open[key] = life
+        return life.n
+
+    def report(self, fact: Fact) -> Outcome:
+        """Take one rank's word. Never raises."""
+        life = self._open.get((fact.id, fact.direction))
+        if life is None or life.n != fact.n:
+            return self._absorb(Outcome.UNKNOWN)
+        owed = life.owed.get(fact.child)
+        if owed is None:
+            return self._absorb(Outcome.STRANGER)
+        if fact.rank not in owed:
+            return self._absorb(Outcome.DUPLICATE)
+        return self._apply(life, owed, fact)
+
+    def _apply(self, life: _Life, owed: set[int], fact: Fact) -> Outcome:
+        state: FactState = fact.state
+        if state == "failed":
+            if (fact.child, fact.rank) in life.failed_by:
+                return self._absorb(Outcome.DUPLICATE)
+            life.failed = True
+            life.failed_by.add((fact.child, fact.rank))
+            return Outcome.ADDED
+        if state == "done" and (fact.child, fact.rank) in life.failed_by:
+            return self._absorb(Outcome.DUPLICATE)
+        before = life.complete
+        owed.discard(fact.rank)
+        return Outcome.COMPLETED if life.complete and not before else Outcome.ADDED
+
+    def _absorb(self, outcome: Outcome) -> Outcome:
+        self.absorbed[outcome] += 1
+        return outcome
+
+    def get(self, id: str, direction: Direction) -> Pending | None:
+        """The open life of this pair, if any."""
+        life = self._open.get((id, direction))
+        return None if life is None else _pending(life)
+
+    def is_complete(self, id: str, direction: Direction) -> bool:
+        """True when the open life of this pair has every word it needs."""
+        life = self._open.get((id, direction))
+        return life is not None and life.complete
+
+    def mark_seen(self, id: str, direction: Direction) -> bool:
+        """Note that the engine's own sets named this id. False when no life of ours is open for it."""
+        life = self._open.get((id, direction))
+        if life is None:
+            return False
+        life.seen = True
+        return True
+
+    def pop_ready(self, id: str, direction: Direction, *, require_seen: bool = True) -> Closed | None:
+        """Close the pair's life if it is complete (and seen); None otherwise."""
+        life = self._open.get((id, direction))
+        if life is None or not life.complete or (require_seen and not life.seen):
+            return None
+        del self._open[(id, direction)]
+        return Closed(id, direction, life.n, life.failed)
+
+    def close(self, id: str, direction: Direction) -> Closed | None:
+        """Close the pair's life whatever it is owed (the engine threw its blocks away itself)."""
+        life = self._open.pop((id, direction), None)
+        return None if life is None else Closed(id, direction, life.n, life.failed)
+
+    def pending(self) -> list[Pending]:
+        """Open lives, oldest first."""
+        return [_pending(life) for life in self._open.values()]
+
+    def overdue(self, now: float, after: float) -> list[Pending]:
+        """Open, incomplete lives older than ``after`` seconds."""
+        return [
+            _pending(life)
+            for life in self._open.values()
+            if not life.complete and life.since is not None and now - life.since > after
+        ]
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def __repr__(self) -> str:
+        sends = sum(1 for _, d in self._open if d == "send")
+        return f"CompletionLedger(send={sends} recv={len(self._open) - sends} absorbed={self.absorbed.total()})"
+
+
+class Emit(msgspec.Struct, frozen=True):
+    """What a scheduler half lets the engine see of one step's sets."""
+
+    sent: frozenset[str] = frozenset()
+    received: frozenset[str] = frozenset()
+    failed: frozenset[str] = frozenset()
+
+
+class CompletionGate:
+    """Between the engine's aggregated sets and its scheduler: vetoes, never originates."""
+
+    def __init__(self, ledger: CompletionLedger) -> None:
+        self.ledger = ledger
+        #: ids in the sets that named closed lives of ours.
+        self.late = 0
+
+    def reports(
+        self, sent: Iterable[str], received: Iterable[str], failed: Iterable[str], facts: Iterable[Fact]
+    ) -> Emit:
+        """Apply ``facts``, then filter the sets. An id that no fact and no life of ours names passes."""
+        named: dict[tuple[str, Direction], None] = {}
+        for fact in facts:
+            self.ledger.report(fact)
+            named[fact.id, fact.direction] = None
+        out_sent, _ = self._filter("send", sent, named)
+        out_recv, out_failed = self._filter("recv", received, named)
+        siblings_failed = {id for id in failed if (id, "recv") not in named and id in out_recv}
+        return Emit(frozenset(out_sent), frozenset(out_recv), frozenset(out_failed | siblings_failed))
+
+    def _filter(
+        self, direction: Direction, seen: Iterable[str], named: Mapping[tuple[str, Direction], None]
+    ) -> tuple[set[str], set[str]]:
+        emitted: set[str] = set()
+        failed: set[str] = set()
+        candidates = [id for id, d in named if d == direction]
+        for id in seen:
+            if self.ledger.mark_seen(id, direction):
+                candidates.append(id)
+            elif (id, direction) in named:
+                self.late += 1
+            else:
+                emitted.add(id)
+        for id in candidates:
+            closed = self.ledger.pop_ready(id, direction)
+            if closed is not None:
+                emitted.add(id)
+                if closed.failed:
+                    failed.add(id)
+        return emitted, failed
+
+
+def _pending(life: _Life) -> Pending:
+    owed = tuple((c, tuple(sorted(r))) for c, r in sorted(life.owed.items()) if len(r) > life.allow_missing.get(c, 0))
+    return Pending(life.id, life.direction, life.n, owed, life.since)
+
+
+def _ranks(ranks: tuple[int, ...]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) > 2 and ranks == tuple(range(ranks[0], ranks[-1] + 1)):
+        return f"ranks {ranks[0]}..{ranks[-1]}"
+    return "ranks " + ",".join(map(str, ranks))
