@@ -1,0 +1,577 @@
+"""NIXL behind the transport interface. The only module that imports nixl, and only when the first agent is made.
+
+Rules (F1 to F8 are docs/design.md, section 2; measured on nixl 1.5.1)
+1. One lock around every call into the agent, because NIXL is told that it is used from one thread. Callers come before
+   the pump (``_Gate``): the pump never waits for the lock and never asks for it while a caller wants it.
+2. The pump progresses and queues notifications. It changes no state: handles are judged in :meth:`NixlTransport.poll`.
+3. ``DONE`` is given out only after a second look. NIXL keeps one request per post and drops the others' results, so
+   that its own DONE can hide a part that failed (F7); a failed part leaves its connection failed, and posting a read of
+   no bytes on that connection says so for a microsecond.
+4. ``ERR`` says that a read failed, never that it stopped (F4): it stopped only if its peer's connection is lost, which
+   :meth:`NixlTransport.peer_gone` answers. A final state is remembered and the agent not asked again.
+5. A handle that is not final is never released and its peer never removed (C6). The one exception is
+   :meth:`NixlTransport.close`, which destroys the agent, and after that nothing lands (F1).
+6. What NIXL raises ends here: callers see ``TransportError``, which says whose fault it is and what to do.
+7. The environment that UCX reads is settled before nixl is loaded (``prepare_ucx_env``); what the user set stands.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import threading
+import time
+import uuid
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvconn.errors import TransportError
+from kvconn.transport.base import Descs, HandleState, MemoryRegion, MemType, Progress, Transport
+from kvconn.transport.ucx import cma_usable, prepare_ucx_env
+
+__all__ = ["NixlTransport", "cma_usable", "prepare_ucx_env"]
+
+log = logging.getLogger(__name__)
+
+#: the pump's sleep grows to this when nothing happens: at 1 ms an idle agent costs a few percent of a core (F2).
+IDLE_PAUSE: Final = 1e-3
+#: for this long after a post or a notification the pump does not sleep.
+ACTIVE_FOR: Final = 2e-3
+ACTIVE_PAUSE: Final = 20e-6
+#: how long the pump stays out of a caller's way; the caller progresses the agent itself.
+STAND_BACK: Final = 100e-6
+#: what the pump waits after the agent refused to progress, which is not expected at all.
+TROUBLE_PAUSE: Final = 50e-3
+#: more notifications than this are not kept: a peer must not fill our memory (C9).
+MAX_NOTIFICATIONS: Final = 65536
+#: how long close() waits for the pump, which is at most one progress call away from seeing the flag.
+JOIN_TIMEOUT: Final = 10.0
+
+_FINAL: Final = {"DONE": HandleState.DONE, "ERR": HandleState.ERR}
+
+
+class _Gate:
+    """The lock around the agent. Callers queue for their turn; the pump comes in only while nobody has or wants it.
+
+    A plain lock would let a spinning pump take it again before the caller it woke has run.
+    """
+
+    def __init__(self) -> None:
+        self._turn = threading.Lock()
+        self._agent = threading.Lock()
+
+    def __enter__(self) -> None:
+        self._turn.acquire()
+        self._agent.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._agent.release()
+        self._turn.release()
+
+    def try_enter(self) -> bool:
+        """The pump's way in; leave by :meth:`leave`."""
+        return not self._turn.locked() and self._agent.acquire(blocking=False)
+
+    def leave(self) -> None:
+        self._agent.release()
+
+
+class _Read:
+    """One posted read. ``native`` is None once it was given back to NIXL or its agent is gone."""
+
+    __slots__ = ("native", "nbytes", "origin", "peer", "reason", "state")
+
+    def __init__(self, peer: str, nbytes: int, native: Any, origin: tuple[Any, ...]) -> None:
+        self.peer = peer
+        self.nbytes = nbytes
+        self.native = native
+        self.state = HandleState.PENDING
+        self.reason = ""
+        #: the first part's place on both sides, for the read of no bytes (rule 3).
+        self.origin = origin
+
+
+class NixlTransport(Transport):
+    """A NIXL agent of our own.
+
+    ``progress`` says who moves bytes between calls: ``pump``, a thread of ours that sleeps when idle; ``nixl``, NIXL's,
+    which never sleeps (a whole core per agent); ``poll``, nobody (F2). ``pump_interval`` is the pump's shortest sleep.
+    """
+
+    def __init__(
+        self,
+        progress: Progress = "pump",
+        backends: Sequence[str] = ("UCX",),
+        num_threads: int = 0,
+        name: str | None = None,
+        pump_interval: float = 200e-6,
+        max_notifications: int = MAX_NOTIFICATIONS,
+    ) -> None:
+        self.name = name or str(uuid.uuid4())
+        self.progress: Progress = progress
+        self.backends = tuple(backends)
+        #: notifications thrown away because nobody fetched the ones before them.
+        self.dropped_notifications = 0
+        self._pump_interval = pump_interval
+        self._max_notifications = max_notifications
+        self._gate = _Gate()
+        self._reads: dict[int, _Read] = {}
+        self._next_handle = 1
+        self._posted = 0
+        self._peers: dict[str, Any] = {}  # agent name -> its read of no bytes, or None before the first DONE
+        self._lost: set[str] = set()  # peers whose connection was seen to have failed
+        self._regions: list[Any] = []
+        self._inbox: deque[tuple[str, bytes]] = deque()
+        self._active_until = 0.0
+        self._closing = False
+        self._agent: Any = _make_agent(self.name, progress, self.backends, num_threads)
+        self._pump: threading.Thread | None = None
+        if progress == "pump":
+            self._pump = threading.Thread(target=_pump, args=(weakref.ref(self),), name="kvconn-nixl-pump", daemon=True)
+            self._pump.start()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._agent is None else f"progress={self.progress}"
+        return (
+            f"<NixlTransport {self.name} {state} backends={','.join(self.backends)} regions={len(self._regions)} "
+            f"peers={len(self._peers)} reads={self._posted} posted of {len(self._reads)} held "
+            f"notifications={len(self._inbox)} queued {self.dropped_notifications} dropped>"
+        )
+
+    # -- memory and peers
+
+    def register(self, regions: Sequence[MemoryRegion]) -> None:
+        """Register local memory, one NIXL call per memory type. Raises TransportError."""
+        by_type: dict[MemType, list[tuple[int, int, int]]] = {}
+        for r in regions:
+            if r.address <= 0 or r.length <= 0:
+                raise TransportError(f"register: expected a positive address and length, got {r}; a fault of ours")
+            by_type.setdefault(r.mem_type, []).append((r.address, r.length, r.device_id))
+        with self._gate:
+            agent = self._open("register")
+            for mem_type, rows in by_type.items():
+                try:
+                    self._regions.append(agent.register_memory(np.array(rows, np.int64), mem_type))
+                except Exception as err:
+                    total = sum(length for _, length, _ in rows)
+                    raise _mapped(err, f"register {len(rows)} {mem_type} regions, {total} bytes") from err
+
+    def metadata(self) -> bytes:
+        """The blob another agent needs for :meth:`add_peer`. Call after :meth:`register`."""
+        with self._gate:
+            try:
+                return bytes(self._open("metadata").get_agent_metadata())
+            except TransportError:
+                raise
+            except Exception as err:
+                raise _mapped(err, "metadata of our own agent") from err
+
+    def add_peer(self, blob: bytes) -> str:
+        """Load a peer's blob, return the agent name in it. Connects to nobody: a dead peer is found out by a read."""
+        if not isinstance(blob, bytes) or not blob:
+            raise TransportError(
+                f"add_peer: expected the peer's agent metadata, got {type(blob).__name__} of length "
+                f"{len(blob) if isinstance(blob, bytes) else 'unknown'}; the peer's handshake is wrong"
+            )
+        with self._gate:
+            try:
+                name = self._open("add_peer").add_remote_agent(blob)
+            except TransportError:
+                raise
+            except Exception as err:
+                raise _mapped(err, f"add_peer from a blob of {len(blob)} bytes") from err
+            peer = name.decode() if isinstance(name, bytes) else str(name)
+            self._peers.setdefault(peer, None)
+            return peer
+
+    def remove_peer(self, peer: str) -> None:
+        """Forget a peer. Refused while we hold a read from it that is not DONE: release says that it is quiet (C6)."""
+        with self._gate:
+            agent = self._open("remove_peer")
+            if peer not in self._peers:
+                raise _unknown_peer("remove_peer", peer)
+            held = [h for h, r in self._reads.items() if r.peer == peer and r.state is not HandleState.DONE]
+            if held:
+                raise TransportError(
+                    f"remove_peer {peer}: {len(held)} of our reads from it are not known to be quiet (handles "
+                    f"{_some(held)}); removing it would not stop them. A fault of ours: drain the peer first"
+                )
+            probe = self._peers.pop(peer)
+            self._lost.discard(peer)
+            try:
+                if probe is not None:
+                    probe.release()
+                agent.remove_remote_agent(peer)
+            except Exception as err:
+                raise _mapped(err, f"remove_peer {peer}") from err
+
+    def peer_gone(self, peer: str) -> bool:
+        """Whether the connection to this peer has failed, after which nothing read from it lands any more.
+
+        Measured over tcp, peer killed, and connection cut with the peer alive (F4); over CMA nothing is under way
+        between calls. A peer that is stopped, or that nothing was asked of since it died, is not known to be gone.
+        """
+        with self._gate:
+            if self._agent is None or peer not in self._peers:
+                return False
+            try:
+                self._drain()  # UCX finishes off what was under way on a failed connection
+                if peer not in self._lost:
+                    self._check_connection(peer)
+            except Exception as err:  # noqa: BLE001 - nixl's have no common base
+                self._note_loss(peer, err)
+            return peer in self._lost
+
+    # -- reads
+
+    def post_read(
+        self,
+        peer: str,
+        local: Descs,
+        remote: Descs,
+        *,
+        local_mem: MemType = "DRAM",
+        remote_mem: MemType = "DRAM",
+        local_device: int = 0,
+        remote_device: int = 0,
+    ) -> int:
+        """Read ``remote[i]`` of ``peer`` into ``local[i]`` for every i; return a handle.
+
+        Parts that go on where the one before ended, on both sides, become one: every part costs microseconds (F3).
+        Over CMA the copying happens in here. When the error carries a handle, parts may be under way (F4).
+        """
+        theirs, ours = _parts(remote, local, remote_device, local_device)
+        what = f"read of {len(ours)} parts, {int(ours[:, 1].sum())} bytes from {peer}"
+        with self._gate:
+            agent = self._open("post_read")
+            if peer not in self._peers:
+                raise _unknown_peer("post_read", peer)
+            try:
+                native = agent.initialize_xfer(
+                    "READ", agent.get_xfer_descs(ours, local_mem), agent.get_xfer_descs(theirs, remote_mem), peer
+                )
+            except Exception as err:  # nothing was posted
+                raise _mapped(err, what) from err
+            handle, self._next_handle = self._next_handle, self._next_handle + 1
+            origin = (ours[:1], local_mem, theirs[:1], remote_mem)
+            read = self._reads[handle] = _Read(peer, int(ours[:, 1].sum()), native, origin)
+            self._posted += 1
+            self._active_until = time.monotonic() + ACTIVE_FOR
+            try:
+                self._settle(read, agent.transfer(native))
+            except Exception as err:
+                self._fail(read, f"post: {_text(err)}", err)
+                raise _mapped(err, what, handle=handle) from err
+            return handle
+
+    def poll(self, handle: int) -> HandleState:
+        """Where this read stands. Never raises for a known handle: a transport failure is ``ERR``."""
+        with self._gate:
+            read = self._known(handle, "poll")
+            if read.state is HandleState.PENDING:
+                try:
+                    self._settle(read, self._agent.check_xfer_state(read.native))
+                except Exception as err:  # noqa: BLE001 - nixl's have no common base
+                    self._fail(read, _text(err), err)
+            return read.state
+
+    def reason(self, handle: int) -> str:
+        """Why this read is ERR, for the log; empty when it is not."""
+        with self._gate:
+            return self._known(handle, "reason").reason
+
+    def release(self, handle: int) -> None:
+        """Forget a quiet handle. Refused while it is PENDING: a release stops nothing (F1)."""
+        with self._gate:
+            read = self._known(handle, "release")
+            if read.state is HandleState.PENDING:
+                raise TransportError(
+                    f"release of handle {handle}: {read.nbytes} bytes from {read.peer} are still on their way and "
+                    "releasing would not stop them (C6). A fault of ours: poll it until it is quiet"
+                )
+            del self._reads[handle]
+            if read.native is not None:
+                _give_back(read)
+
+    # -- notifications
+
+    def notify(self, peer: str, message: bytes) -> None:
+        """Send a notification. Raises TransportError. That it was sent doesn't say that it arrived."""
+        with self._gate:
+            agent = self._open("notify")
+            if peer not in self._peers:
+                raise _unknown_peer("notify", peer)
+            try:
+                agent.send_notif(peer, message)
+            except Exception as err:
+                raise _mapped(err, f"notify {peer}, {len(message)} bytes") from err
+
+    def notifications(self) -> list[tuple[str, bytes]]:
+        """Notifications since the last call, as ``(agent name of the sender, bytes)``; progresses the agent (C11)."""
+        with self._gate:
+            if self._agent is not None:
+                try:
+                    self._drain()
+                except Exception as err:  # noqa: BLE001 - nixl's have no common base
+                    log.warning("%s cannot progress: %s", self.name, _text(err))
+            got = list(self._inbox)
+            self._inbox.clear()
+            return got
+
+    # -- the end
+
+    def close(self) -> None:
+        """Stop the pump and destroy the agent. Idempotent. After it nothing lands in our memory (F1).
+
+        A peer that has our reads still to serve over tcp may be killed by UCX when it serves them (F6).
+        """
+        self._closing = True
+        if self._pump is not None and self._pump is not threading.current_thread():
+            self._pump.join(JOIN_TIMEOUT)
+        with self._gate:
+            if self._agent is None:
+                return
+            for read in self._reads.values():
+                if read.state is HandleState.PENDING:
+                    self._fail(read, "our agent was destroyed")
+                _give_back(read)
+            while self._peers:
+                _, probe = self._peers.popitem()
+                if probe is not None:
+                    probe.release()
+                del probe  # NIXL's handles hold the agent, and a loop's last variable would hold a handle
+            self._regions.clear()
+            native = weakref.ref(self._agent.agent)
+            self._agent = None  # the last reference: the destructor runs here
+            if native() is not None:
+                raise TransportError(
+                    f"close of {self.name}: somebody else holds its NIXL agent, so it lives on and reads may still "
+                    "land. A fault of ours: end this process before reusing the memory"
+                )
+
+    def __del__(self) -> None:
+        if getattr(self, "_agent", None) is not None:
+            self.close()
+
+    # -- under the gate
+
+    def _open(self, what: str) -> Any:
+        if self._agent is None:
+            raise TransportError(f"{what}: transport {self.name} is closed; make a new one")
+        return self._agent
+
+    def _known(self, handle: int, what: str) -> _Read:
+        read = self._reads.get(handle)
+        if read is None:
+            raise TransportError(f"{what}: handle {handle} was never posted or is released already; a fault of ours")
+        return read
+
+    def _settle(self, read: _Read, answer: str) -> None:
+        """Take over what NIXL says of a pending read."""
+        state = _FINAL.get(answer)
+        if state is HandleState.ERR:
+            self._fail(read, "NIXL says ERR")
+        elif state is HandleState.DONE:
+            self._confirm(read)
+            read.state = HandleState.DONE
+            self._posted -= 1
+
+    def _fail(self, read: _Read, reason: str, err: Exception | None = None) -> None:
+        read.state = HandleState.ERR
+        read.reason = reason
+        self._posted -= 1
+        self._note_loss(read.peer, err)
+
+    def _note_loss(self, peer: str, err: Exception | None) -> None:
+        if type(err).__name__ == "nixlRemoteDisconnectError":
+            self._lost.add(peer)
+
+    def _confirm(self, read: _Read) -> None:
+        """Raise if the connection of a read that is DONE has failed, for then some of its parts have (rule 3)."""
+        self._drain()  # UCX tells of a failed connection from its progress
+        if self._peers[read.peer] is None:
+            self._peers[read.peer] = probe = self._empty_read(read)
+            self._agent.transfer(probe)
+        else:
+            self._check_connection(read.peer)
+
+    def _check_connection(self, peer: str) -> None:
+        """Raise if this peer's connection has failed. Says nothing before the first DONE from it."""
+        probe = self._peers[peer]
+        # a read of no bytes that is still under way waits behind other reads; it would have failed with them
+        if probe is not None and self._agent.check_xfer_state(probe) != "PROC":
+            self._agent.transfer(probe)
+
+    def _empty_read(self, read: _Read) -> Any:
+        ours, local_mem, theirs, remote_mem = read.origin
+        ours, theirs = ours.copy(), theirs.copy()
+        ours[:, 1] = theirs[:, 1] = 0
+        agent = self._agent
+        return agent.initialize_xfer(
+            "READ", agent.get_xfer_descs(ours, local_mem), agent.get_xfer_descs(theirs, remote_mem), read.peer
+        )
+
+    def _drain(self) -> None:
+        """Progress and queue what came in."""
+        news: dict[str, list[bytes]] = self._agent.get_new_notifs()
+        if not news:
+            return
+        self._active_until = time.monotonic() + ACTIVE_FOR
+        for sender, messages in news.items():
+            for message in messages:
+                if len(self._inbox) < self._max_notifications:
+                    self._inbox.append((sender, message))
+                    continue
+                if not self.dropped_notifications:
+                    log.error(
+                        "%s: %d notifications wait unread, further ones are dropped; last sender %s. "
+                        "The step thread has stopped polling, or a peer floods us",
+                        self.name, len(self._inbox), sender,
+                    )  # fmt: skip
+                self.dropped_notifications += 1
+
+
+def _pump(ref: weakref.ref[NixlTransport]) -> None:
+    """The pump thread. It holds the transport only for one round, so that a forgotten one can end."""
+    pause = 0.0
+    while True:
+        transport = ref()
+        if transport is None or transport._closing:
+            return
+        pause = _pump_round(transport, pause)
+        del transport
+        time.sleep(pause)
+
+
+def _pump_round(transport: NixlTransport, last_pause: float) -> float:
+    """One progress; how long to sleep now. Short while something moves, longer the longer nothing does (F2)."""
+    if not transport._gate.try_enter():
+        return STAND_BACK
+    try:
+        if transport._agent is None:
+            return 0.0
+        transport._drain()
+    except Exception as err:  # noqa: BLE001 - nothing may end this thread (C9)
+        log.warning("%s: the pump cannot progress: %s", transport.name, _text(err))
+        return TROUBLE_PAUSE
+    finally:
+        transport._gate.leave()
+    if time.monotonic() < transport._active_until:
+        return ACTIVE_PAUSE
+    shortest = transport._pump_interval
+    if transport._posted:
+        return shortest
+    return min(max(shortest, last_pause * 1.1), max(shortest, IDLE_PAUSE))
+
+
+def _make_agent(name: str, progress: Progress, backends: tuple[str, ...], num_threads: int) -> Any:
+    """A native agent. Nothing in this process may have loaded nixl before the environment is settled (rule 7)."""
+    prepare_ucx_env()
+    try:
+        api = importlib.import_module("nixl._api")
+    except ImportError as err:
+        raise TransportError(f"nixl cannot be imported: {err}; install it with `pip install nixl`") from err
+    try:
+        config = api.nixl_agent_config(
+            enable_prog_thread=progress == "nixl", num_threads=num_threads, backends=list(backends)
+        )
+        agent = api.nixl_agent(name, config)
+    except Exception as err:
+        raise _mapped(err, f"create an agent with backends {', '.join(backends)}") from err
+    missing = [b for b in backends if b not in agent.backends]
+    if missing:
+        raise TransportError(
+            f"NIXL has no backend {', '.join(missing)} here; it has {', '.join(agent.get_plugin_list())}. "
+            "The operator's `backends` is wrong or the nixl package lacks that plugin"
+        )
+    return agent
+
+
+def _parts(remote: Descs, local: Descs, remote_device: int, local_device: int) -> tuple[Descs, Descs]:
+    """Both sides as NIXL wants them, ``(address, length, device)``, with adjacent parts merged. Ours are checked here
+    because NIXL checks nothing: it would copy the local length from wherever the remote address points."""
+    for side, descs in (("local", local), ("remote", remote)):
+        if descs.ndim != 2 or descs.shape[1:] != (2,) or not len(descs) or not np.issubdtype(descs.dtype, np.integer):
+            raise TransportError(
+                f"post_read: expected {side} as a non-empty int64 array of shape (n, 2), got {descs.dtype} of shape "
+                f"{descs.shape}; a fault of ours"
+            )
+    if len(local) != len(remote) or not np.array_equal(local[:, 1], remote[:, 1]):
+        raise TransportError(
+            f"post_read: {len(local)} local parts of {int(local[:, 1].sum())} bytes do not pair with {len(remote)} "
+            f"remote parts of {int(remote[:, 1].sum())} bytes; a fault of ours"
+        )
+    if int(local[:, 1].min()) <= 0:
+        raise TransportError(f"post_read: a part of {int(local[:, 1].min())} bytes; a fault of ours")
+    follows = np.ones(len(local), np.bool_)
+    follows[0] = False
+    for descs in (local, remote):
+        follows[1:] &= descs[1:, 0] == descs[:-1, 0] + descs[:-1, 1]
+    starts = np.flatnonzero(~follows)
+    lengths = np.add.reduceat(local[:, 1], starts)
+    return _rows(remote[starts, 0], lengths, remote_device), _rows(local[starts, 0], lengths, local_device)
+
+
+def _rows(addresses: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], device: int) -> Descs:
+    rows = np.empty((len(addresses), 3), np.int64)
+    rows[:, 0] = addresses
+    rows[:, 1] = lengths
+    rows[:, 2] = device
+    return rows
+
+
+def _give_back(read: _Read) -> None:
+    """Free NIXL's bookkeeping of a read. It may refuse; the agent frees it at its end then."""
+    native, read.native = read.native, None
+    try:
+        native.release()
+    except Exception as err:  # noqa: BLE001 - nixl's have no common base
+        log.debug("NIXL keeps a handle of %s: %s", read.peer, _text(err))
+
+
+# -- errors
+
+#: class name in nixl -> whose fault it usually is and what to do.
+_BLAME: Final = {
+    "nixlRemoteDisconnectError": (
+        "the connection to the peer failed: its process ended, the network between us broke, or it took away memory "
+        "that we were reading. Look at the peer's log; a new handshake makes a new connection"
+    ),
+    "nixlNotFoundError": (
+        "no memory registered there, or an agent that was removed. The side whose addresses these are is wrong: "
+        "compare both engines' handshakes"
+    ),
+    "nixlMismatchError": "the blob is not NIXL agent metadata. The peer sent something else, or speaks another NIXL",
+    "nixlInvalidParamError": (
+        "NIXL calls a parameter invalid: a damaged blob, our own blob come back, or addresses of ours that are wrong"
+    ),
+    "nixlBackendError": (
+        "the backend failed. Look for UCX lines on stderr; the usual causes are memory that cannot be registered and "
+        "UCX_TLS without a transport that both sides have"
+    ),
+    "nixlNotSupportedError": "no backend of both agents can do this: compare `backends` on both engines",
+}
+
+
+def _text(err: BaseException) -> str:
+    return f"{type(err).__name__}: {err}"
+
+
+def _mapped(err: Exception, what: str, handle: int | None = None) -> TransportError:
+    blame = _BLAME.get(type(err).__name__, "not a failure that we know of; a fault of ours or of NIXL")
+    under_way = "" if handle is None else " Parts of it may be under way (F4)."
+    return TransportError(f"{what}: {_text(err)}. {blame}.{under_way}", handle=handle)
+
+
+def _unknown_peer(what: str, peer: str) -> TransportError:
+    return TransportError(f"{what}: no peer {peer!r} was added or it was removed; a fault of ours: handshake first")
+
+
+def _some(handles: Sequence[int], limit: int = 5) -> str:
+    shown = ", ".join(map(str, handles[:limit]))
+    return shown if len(handles) <= limit else f"{shown} and {len(handles) - limit} more"
