@@ -1,0 +1,189 @@
+"""NixlConnector: the facade. It maps each method of the interface to one method of one half, and reads the clock.
+
+Rules
+1. No decision is made here: configuration is checked, views and sets are translated, the halves decide.
+2. ``get_finished`` is the base class's, derived from the one poll (C5).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from kvconn.base import (
+    BlockIds,
+    ConnectorMetadata,
+    ConnectorRole,
+    FinishReason,
+    HandshakeMetadata,
+    KVBlocks,
+    KVCacheView,
+    KVConnector,
+    KVConnectorOutput,
+    LayerView,
+    RequestView,
+    StepView,
+    TransferResults,
+    WorkerFacts,
+)
+from kvconn.config import ConnectorConfig, NixlSettings, parse_extra
+from kvconn.errors import ConfigError
+from kvconn.geometry import RankRole
+from kvconn.metrics import Stats
+from kvconn.nixl.metadata import NixlHandshake, NixlMetadata
+from kvconn.nixl.scheduler import NixlScheduler
+from kvconn.nixl.wire import WireCodec
+from kvconn.nixl.worker import NixlWorker
+from kvconn.transport.base import Transport
+
+__all__ = ["NixlConnector"]
+
+
+class NixlConnector(KVConnector):
+    """KV blocks over NIXL: a producer holds them until they were read, a consumer reads them.
+
+    ``config`` is the whole engine's, ``config.rank`` this worker's. ``codec`` defaults to our own wire, ``clock``
+    to ``time.perf_counter``, ``make_transport`` to a NIXL agent. Raises ConfigError for what this version cannot do.
+    """
+
+    def __init__(
+        self,
+        config: ConnectorConfig,
+        role: ConnectorRole,
+        kv_cache: KVCacheView,
+        *,
+        codec: WireCodec | None = None,
+        clock: Callable[[], float] | None = None,
+        make_transport: Callable[[], Transport] | None = None,
+    ) -> None:
+        self.role = role
+        self._clock = clock or time.perf_counter
+        settings = parse_extra(NixlSettings, config.kv_transfer)
+        _check_topology(config)
+        self._scheduler: NixlScheduler | None = None
+        self._worker: NixlWorker | None = None
+        if role is ConnectorRole.SCHEDULER:
+            self._scheduler = NixlScheduler(config, settings, kv_cache)
+        else:
+            rank = 0 if config.rank is None else config.rank
+            self._worker = NixlWorker(
+                config,
+                settings,
+                kv_cache,
+                RankRole.of(config.parallel, rank, config.kv_transfer.kv_role),
+                codec or WireCodec(),
+                make_transport or (lambda: _nixl_transport(settings)),
+            )
+
+    # -- scheduler half ------------------------------------------------------------------------------------------
+
+    @property
+    def scheduler(self) -> NixlScheduler:
+        """The scheduler half; ConfigError on a worker instance."""
+        if self._scheduler is None:
+            raise ConfigError("NixlConnector: a scheduler method was called on a worker instance")
+        return self._scheduler
+
+    def on_new_request(self, request: RequestView) -> None:
+        self.scheduler.arrived(request)
+
+    def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> tuple[int | None, bool]:
+        return self.scheduler.match(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: RequestView, blocks: KVBlocks, num_external_tokens: int) -> None:
+        self.scheduler.allocated(request, blocks, num_external_tokens, self._clock())
+
+    def build_connector_meta(self, step: StepView) -> ConnectorMetadata:
+        return NixlMetadata(self.scheduler.step(self._clock()))
+
+    def request_finished(
+        self, request: RequestView, blocks: BlockIds, reason: FinishReason
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.scheduler.finished(request, blocks, reason, self._clock())
+
+    def update_connector_output(self, output: KVConnectorOutput) -> None:
+        meta = output.kv_connector_worker_meta
+        emit = self.scheduler.reports(
+            output.finished_sending or (),
+            output.finished_recving or (),
+            output.failed_recving or (),
+            meta.facts if isinstance(meta, WorkerFacts) else (),
+        )
+        output.finished_sending = set(emit.sent)
+        output.finished_recving = set(emit.received)
+        output.failed_recving = set(emit.failed)
+
+    def set_handshake_metadata(self, metadata: Mapping[tuple[int, int], HandshakeMetadata]) -> None:
+        self.scheduler.serve({rank: m for rank, m in metadata.items() if isinstance(m, NixlHandshake)})
+
+    def explain(self, now: float) -> list[str]:
+        return self.scheduler.explain(now)
+
+    # -- worker half ---------------------------------------------------------------------------------------------
+
+    @property
+    def worker(self) -> NixlWorker:
+        """The worker half; ConfigError on a scheduler instance."""
+        if self._worker is None:
+            raise ConfigError("NixlConnector: a worker method was called on a scheduler instance")
+        return self._worker
+
+    def register_kv_caches(self, layers: Mapping[str, LayerView]) -> None:
+        self.worker.register(layers)
+
+    def get_handshake_metadata(self) -> HandshakeMetadata | None:
+        return self.worker.handshake()
+
+    def bind_connector_metadata(self, metadata: ConnectorMetadata) -> None:
+        super().bind_connector_metadata(metadata)
+        if isinstance(metadata, NixlMetadata):
+            self.worker.bind(metadata.step, self._clock())
+
+    def start_load_kv(self, context: object = None, **kwargs: object) -> None:
+        self.worker.start_loads(self._clock())
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> TransferResults:
+        return self.worker.poll(self._clock())
+
+    def build_connector_worker_meta(self) -> WorkerFacts | None:
+        return self.worker.take_facts()
+
+    # -- both ----------------------------------------------------------------------------------------------------
+
+    def get_kv_connector_stats(self) -> Stats | None:
+        half = self._scheduler or self._worker
+        return half.meter.take() if half is not None else None
+
+    def shutdown(self) -> None:
+        half = self._scheduler or self._worker
+        if half is not None:
+            half.shutdown()
+
+    def __repr__(self) -> str:
+        return f"NixlConnector({self._scheduler or self._worker!r})"
+
+
+def _check_topology(config: ConnectorConfig) -> None:
+    """Refuse, all at once and by name, what the plan does not cover yet."""
+    parallel, role = config.parallel, config.kv_transfer.kv_role
+    problems = [
+        f"parallel.{name}: this version transfers at {name} 1, got {size}"
+        for name, size in (("tp", parallel.tp), ("pp", parallel.pp), ("dcp", parallel.dcp))
+        if size != 1
+    ]
+    if parallel.pcp > 1 and role != "kv_producer":
+        problems.append(f"kv_role: with replicated PCP {parallel.pcp} only kv_producer works, got {role}")
+    if problems:
+        raise ConfigError(problems)
+
+
+def _nixl_transport(settings: NixlSettings) -> Transport:
+    from kvconn.transport.nixl import NixlTransport  # only processes that move bytes load NIXL
+
+    return NixlTransport(
+        progress=settings.kvconn.progress,
+        backends=settings.backends,
+        num_threads=settings.num_threads,
+        pump_interval=settings.kvconn.pump_interval,
+    )

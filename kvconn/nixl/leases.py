@@ -1,0 +1,142 @@
+"""Sends of one serving worker: who may still read, until when. Pure; time is an argument.
+
+Rules
+1. A send is held from :meth:`SendLeases.track` until its readers are done or its lease ended; each ends it once.
+2. A notification that comes before its send is announced waits, bounded in number and by one lease, and counts when
+   the announcement comes (C1).
+3. Readers are identified by the agent a notification came from. A rank is done when the sum of 1/n over distinct
+   agents reaches the readers asked for; an agent that contradicts itself is ignored.
+4. A heartbeat moves the deadline to now + two thirds of the lease, never back.
+5. Cost follows events: deadlines live in a heap whose stale entries are skipped when they come up.
+Deadlines are seconds of the worker's clock.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+import msgspec
+
+__all__ = ["Ended", "SendLeases"]
+
+
+class Ended(msgspec.Struct, frozen=True):
+    """A send that nobody reads any more. ``expired``: its lease ran out before its readers were done."""
+
+    id: str
+    n: int
+    transfer_id: str
+    expired: bool
+
+
+@dataclass
+class _Send:
+    id: str
+    n: int
+    transfer_id: str
+    readers: int
+    deadline: float
+    heard: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def done(self) -> bool:
+        return sum((Fraction(1, n) for n in self.heard.values()), Fraction(0)) >= self.readers
+
+
+@dataclass
+class _Early:
+    since: float
+    heard: dict[str, int] = field(default_factory=dict)
+
+
+class SendLeases:
+    """Held sends by transfer id."""
+
+    def __init__(self, lease: float, early_max: int = 4096) -> None:
+        self._extension = lease * 2 / 3
+        self._early_max = early_max
+        self._held: dict[str, _Send] = {}
+        self._heap: list[tuple[float, str]] = []
+        self._lease = lease
+        self._early: OrderedDict[str, _Early] = OrderedDict()
+        #: notifications that changed nothing: late, repeated, contradicting, or dropped to stay bounded.
+        self.ignored = 0
+
+    def track(self, id: str, n: int, transfer_id: str, deadline: float, readers: int = 1) -> Ended | None:
+        """Hold a send. Returns its end when early notifications have completed it already."""
+        if transfer_id in self._held:
+            self.ignored += 1
+            return None
+        early = self._early.pop(transfer_id, None)
+        send = _Send(id, n, transfer_id, readers, deadline, early.heard if early else {})
+        if send.done:
+            return Ended(id, n, transfer_id, expired=False)
+        self._held[transfer_id] = send
+        heapq.heappush(self._heap, (deadline, transfer_id))
+        return None
+
+    def notified(self, transfer_id: str, agent: str, n: int, now: float) -> Ended | None:
+        """``agent`` is done; ``n`` ranks of its engine read from this rank."""
+        send = self._held.get(transfer_id)
+        if send is None:
+            self._remember(transfer_id, agent, n, now)
+            return None
+        if agent in send.heard:
+            self.ignored += 1
+            return None
+        send.heard[agent] = n
+        if not send.done:
+            return None
+        del self._held[transfer_id]
+        return Ended(send.id, send.n, transfer_id, expired=False)
+
+    def _remember(self, transfer_id: str, agent: str, n: int, now: float) -> None:
+        heard = self._early.setdefault(transfer_id, _Early(now)).heard
+        if agent in heard or len(heard) >= self._early_max:
+            self.ignored += 1
+        else:
+            heard[agent] = n
+        while len(self._early) > self._early_max:
+            self._early.popitem(last=False)
+            self.ignored += 1
+
+    def heartbeat(self, transfer_ids: Iterable[str], now: float) -> None:
+        """A reader still means to read these."""
+        for transfer_id in transfer_ids:
+            send = self._held.get(transfer_id)
+            if send is not None and now + self._extension > send.deadline:
+                send.deadline = now + self._extension
+
+    def expire(self, now: float) -> list[Ended]:
+        """Sends whose deadline has passed. Call after notifications were drained (C11)."""
+        ended: list[Ended] = []
+        while self._heap and self._heap[0][0] <= now:
+            _, transfer_id = heapq.heappop(self._heap)
+            send = self._held.get(transfer_id)
+            if send is None:
+                continue
+            if send.deadline > now:
+                heapq.heappush(self._heap, (send.deadline, transfer_id))
+                continue
+            del self._held[transfer_id]
+            ended.append(Ended(send.id, send.n, transfer_id, expired=True))
+        while self._early and next(iter(self._early.values())).since <= now - self._lease:
+            self._early.popitem(last=False)
+            self.ignored += 1
+        return ended
+
+    def forget_early(self) -> int:
+        """Drop early notifications (the engine's cache was reset); returns how many."""
+        count = len(self._early)
+        self._early.clear()
+        return count
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def __repr__(self) -> str:
+        return f"SendLeases(held={len(self._held)} early={len(self._early)} ignored={self.ignored})"

@@ -1,0 +1,68 @@
+"""What the scheduler half ships to the worker halves with each step.
+
+Rules
+1. Frozen, picklable, complete: a worker half decides nothing that needs more than this and its own state.
+2. Lives are named by n, drawn by the scheduler half's ledger and growing; a spec whose n was bound before changes
+   nothing (C1).
+Times are seconds of the scheduler half's clock; ``now`` lets a worker rebase them to its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from kvconn.base import BlockIds, ConnectorMetadata, HandshakeMetadata
+from kvconn.nixl.peers import PeerKey
+from kvconn.params import RemoteRef
+
+__all__ = ["LoadSpec", "NixlHandshake", "NixlMetadata", "NixlStep", "SendSpec"]
+
+
+class SendSpec(msgspec.Struct, frozen=True):
+    """The announcement of a delayed release (C1)."""
+
+    id: str
+    n: int
+    transfer_id: str
+    deadline: float
+    readers: int = 1
+
+
+class LoadSpec(msgspec.Struct, frozen=True):
+    """Blocks to fill. ``local[g]`` are ours, ``hits[g]`` of the reference's first blocks we have already.
+
+    ``refused``: the reference is wrong, this life fails with that reason and nothing is read.
+    """
+
+    id: str
+    n: int
+    ref: RemoteRef | None
+    local: BlockIds = ()
+    hits: tuple[int, ...] = ()
+    refused: str | None = None
+
+
+class NixlStep(msgspec.Struct, frozen=True):
+    """One step. ``releases``: references nobody here will read; ``heartbeats``: transfer ids still wanted, by peer."""
+
+    now: float
+    sends: tuple[SendSpec, ...] = ()
+    loads: tuple[LoadSpec, ...] = ()
+    releases: tuple[RemoteRef, ...] = ()
+    heartbeats: tuple[tuple[PeerKey, tuple[str, ...]], ...] = ()
+
+
+@dataclass(frozen=True)
+class NixlMetadata(ConnectorMetadata):
+    """The engine's envelope around one :class:`NixlStep`."""
+
+    step: NixlStep
+
+
+@dataclass(frozen=True)
+class NixlHandshake(HandshakeMetadata):
+    """One serving worker's encoded side-channel payload."""
+
+    payload: bytes

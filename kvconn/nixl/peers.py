@@ -1,0 +1,154 @@
+"""Peers of one worker: a Peer owns its agent name, its plan and its state. Pure; time is an argument.
+
+Rules
+1. State changes of a peer happen in this file only:
+
+       UNKNOWN --want--> HANDSHAKING --ok--> READY --drain--> DRAINING --idle--> (forgotten)
+                              |  failed                        ^
+                              v                                |
+                           INVALID --want after backoff--> HANDSHAKING
+
+2. Work waits on a peer in HANDSHAKING, bounded; a failed handshake fails exactly that work and no other peer's.
+3. A peer is removed only when nothing is posted under it (C6): it drains first.
+4. The table is bounded; the longest idle peer drains to make room.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+
+from kvconn.nixl.plan import Plan
+
+__all__ = ["Peer", "PeerKey", "PeerState", "Peers"]
+
+#: engine id, side channel host, side channel port.
+PeerKey = tuple[str, str, int]
+#: called with the peer when it is ready, or with None and the reason; then the time.
+Work = Callable[["Peer | None", str, float], None]
+
+
+class PeerState(enum.Enum):
+    UNKNOWN = "unknown"
+    HANDSHAKING = "handshaking"
+    READY = "ready"
+    DRAINING = "draining"
+    INVALID = "invalid"
+
+
+class Peer:
+    """One serving worker of another engine."""
+
+    def __init__(self, key: PeerKey) -> None:
+        self.key = key
+        self.state = PeerState.UNKNOWN
+        self.agent: str | None = None
+        self.plan: Plan | None = None
+        self.why = ""
+        self.last_used = 0.0
+        self.posted = 0
+        self._waiting: list[Work] = []
+        self._backoff = 0.0
+        self._retry_at = 0.0
+
+    @property
+    def name(self) -> str:
+        engine, host, port = self.key
+        return f"{engine}@{host}:{port}"
+
+    def want(self, work: Work, now: float, waiting_max: int) -> bool:
+        """Run ``work`` when the peer is ready. True: the caller must start a handshake now."""
+        self.last_used = now
+        if self.state is PeerState.READY:
+            work(self, "", now)
+            return False
+        if self.state is PeerState.DRAINING or (self.state is PeerState.INVALID and now < self._retry_at):
+            work(None, self.why or "peer is draining", now)
+            return False
+        if len(self._waiting) >= waiting_max:
+            work(None, f"{waiting_max} requests wait for this peer's handshake already", now)
+            return False
+        self._waiting.append(work)
+        if self.state is PeerState.HANDSHAKING:
+            return False
+        self.state = PeerState.HANDSHAKING
+        return True
+
+    def ready(self, agent: str, plan: Plan, now: float) -> None:
+        """The handshake succeeded: run what waited."""
+        self.state, self.agent, self.plan, self.why, self._backoff = PeerState.READY, agent, plan, "", 0.0
+        for work in self._take():
+            work(self, "", now)
+
+    def failed(self, why: str, now: float) -> None:
+        """The handshake failed: fail what waited, refuse for a while (1, 2, 4 ... 60 s)."""
+        self.state, self.why = PeerState.INVALID, why
+        self._backoff = min(60.0, self._backoff * 2 or 1.0)
+        self._retry_at = now + self._backoff
+        for work in self._take():
+            work(None, why, now)
+
+    def drain(self, why: str) -> None:
+        """Take no new work."""
+        self.state, self.why = PeerState.DRAINING, why
+
+    def _take(self) -> list[Work]:
+        waiting, self._waiting = self._waiting, []
+        return waiting
+
+    @property
+    def idle(self) -> bool:
+        return self.posted == 0 and not self._waiting
+
+    def __repr__(self) -> str:
+        return f"Peer({self.name} {self.state.value} posted={self.posted} waiting={len(self._waiting)})"
+
+
+class Peers:
+    """All peers of one worker, bounded."""
+
+    def __init__(self, peers_max: int = 4096, waiting_max: int = 4096) -> None:
+        self._peers: dict[PeerKey, Peer] = {}
+        self._max = peers_max
+        self._waiting_max = waiting_max
+
+    def want(self, key: PeerKey, work: Work, now: float) -> bool:
+        """Run ``work`` with this peer when it is ready. True: the caller must start a handshake now."""
+        peer = self._peers.get(key)
+        if peer is None:
+            peer = self._peers[key] = Peer(key)
+        return peer.want(work, now, self._waiting_max)
+
+    def get(self, key: PeerKey) -> Peer | None:
+        return self._peers.get(key)
+
+    def ready(self) -> list[Peer]:
+        return [peer for peer in self._peers.values() if peer.state is PeerState.READY]
+
+    def evict(self, now: float, ttl: float) -> list[Peer]:
+        """Forget peers idle for ``ttl`` seconds and, over the bound, the longest idle. Returns those to remove."""
+        idle = sorted(
+            (p for p in self._peers.values() if p.idle and p.state is not PeerState.HANDSHAKING),
+            key=lambda p: p.last_used,
+        )
+        over = len(self._peers) - self._max
+        out = [p for index, p in enumerate(idle) if index < over or now - p.last_used > ttl]
+        for peer in out:
+            peer.drain("evicted")
+            del self._peers[peer.key]
+        return out
+
+    def clear(self) -> list[Peer]:
+        """Forget all peers (our agent is gone); the caller fails them, so that nothing waits on a forgotten one."""
+        out = list(self._peers.values())
+        self._peers.clear()
+        return out
+
+    def __len__(self) -> int:
+        return len(self._peers)
+
+    def __repr__(self) -> str:
+        states: dict[str, int] = {}
+        for peer in self._peers.values():
+            states[peer.state.value] = states.get(peer.state.value, 0) + 1
+        return "Peers(" + " ".join(f"{k}={v}" for k, v in sorted(states.items())) + ")"

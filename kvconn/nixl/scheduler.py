@@ -1,0 +1,213 @@
+"""The scheduler half: opens lives, announces them, lets completed ones through.
+
+Rules
+1. Producer: when ``finished`` answers True, a send life is open over every worker of the engine, its announcement is
+   in the next step's metadata, and the id is emitted as sent once, when every worker has reported that life (C1, C3).
+2. Consumer: a reference is consumed at the first allocation (C10). With external tokens a receive life opens and
+   the blocks are its until it is emitted as received, whatever becomes of the request; without, the producer is told
+   to let go.
+3. A reference nobody will read (abort, rejection, full local hit) becomes a release notification.
+4. A wrong reference fails or recomputes that request by policy, is logged once and counted; nothing raises (C9).
+5. Every table empties: requests leave at ``finished``, lives at their emission.
+Time is an argument.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvconn.base import BlockIds, Fact, FinishReason, KVBlocks, KVCacheView, RequestView
+from kvconn.config import ConnectorConfig, NixlSettings
+from kvconn.errors import RequestError
+from kvconn.geometry import blocks_for
+from kvconn.ledger import CompletionGate, CompletionLedger, Emit
+from kvconn.metrics import Meter
+from kvconn.nixl.metadata import LoadSpec, NixlHandshake, NixlStep, SendSpec
+from kvconn.nixl.peers import PeerKey
+from kvconn.nixl.sidechannel import HandshakeServer
+from kvconn.params import KvconnRef, RemoteRef, fresh_transfer_id, parse_remote, to_params, wants_remote_decode
+
+__all__ = ["NixlScheduler"]
+
+log = logging.getLogger("kvconn.nixl")
+
+
+@dataclass
+class _Incoming:
+    """What a request was handed: a reference, or why it is none."""
+
+    ref: RemoteRef | None
+    refused: str | None
+    consumed: bool = False
+
+
+class NixlScheduler:
+    """Inputs and outputs are views and Structs only; the facade translates (docs/design.md, shape)."""
+
+    def __init__(self, config: ConnectorConfig, settings: NixlSettings, kv_cache: KVCacheView) -> None:
+        self._config = config
+        self._settings = settings
+        self._cache = kv_cache
+        role = config.kv_transfer.kv_role
+        self._serves = role in ("kv_producer", "kv_both")
+        self._reads = role in ("kv_consumer", "kv_both")
+        self._recompute = config.kv_transfer.kv_load_failure_policy == "recompute"
+        self._ranks = range(config.parallel.world)
+        self.ledger = CompletionLedger()
+        self._gate = CompletionGate(self.ledger)
+        self.meter = Meter()
+        self._incoming: dict[str, _Incoming] = {}
+        self._loading: dict[str, RemoteRef] = {}
+        self._sends: list[SendSpec] = []
+        self._loads: list[LoadSpec] = []
+        self._releases: list[RemoteRef] = []
+        self._next_heartbeat = 0.0
+        self._server: HandshakeServer | None = None
+
+    # -- consumer ------------------------------------------------------------------------------------------------
+
+    def arrived(self, view: RequestView) -> None:
+        """Parse what the request was handed; heartbeats start with the next step."""
+        if view.id in self._incoming or not self._reads:
+            return
+        try:
+            ref = parse_remote(view.params, self._cache.block_size)
+        except RequestError as err:
+            self._incoming[view.id] = _Incoming(None, str(err))
+            self.meter.add("params_refused")
+            log.warning("request %s: refused: %s", view.id, err)
+            return
+        if ref is not None:
+            self._incoming[view.id] = _Incoming(ref, None)
+
+    def match(self, view: RequestView, local_tokens: int) -> tuple[int, bool]:
+        """Tokens beyond ``local_tokens`` that the producer holds; a pure function of the request until allocated."""
+        self.arrived(view)
+        incoming = self._incoming.get(view.id)
+        if incoming is None or incoming.consumed:
+            return 0, False
+        if incoming.ref is None:
+            available = 0 if self._recompute else view.n_prompt
+        else:
+            available = min(incoming.ref.num_tokens, view.n_prompt)
+        external = max(0, available - local_tokens)
+        return external, external > 0
+
+    def allocated(self, view: RequestView, blocks: KVBlocks, n_external: int, now: float) -> None:
+        """Blocks were given. The first call consumes the reference."""
+        incoming = self._incoming.get(view.id)
+        if incoming is None or incoming.consumed:
+            return
+        incoming.consumed = True
+        if n_external <= 0:
+            if incoming.ref is not None:
+                self._releases.append(incoming.ref)
+            return
+        n = self.ledger.open(view.id, "recv", {(): self._ranks}, now=now)
+        self._loads.append(self._load(view, blocks, n_external, n, incoming))
+        if incoming.ref is not None:
+            self._loading[view.id] = incoming.ref
+
+    def _load(self, view: RequestView, blocks: KVBlocks, n_external: int, n: int, incoming: _Incoming) -> LoadSpec:
+        if incoming.ref is None:
+            return LoadSpec(view.id, n, None, refused=incoming.refused)
+        size = self._cache.block_size
+        filled = tuple(
+            ids[hit : hit + blocks_for(n_external, size)] for ids, hit in zip(blocks.ids, blocks.hashed, strict=True)
+        )
+        return LoadSpec(view.id, n, incoming.ref, filled, blocks.hashed)
+
+    # -- producer ------------------------------------------------------------------------------------------------
+
+    def finished(
+        self, view: RequestView, blocks: BlockIds, reason: FinishReason, now: float
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """A request ended: hold its blocks for a reader if it asked for one, and let go of what it never read."""
+        incoming = self._incoming.pop(view.id, None)
+        if incoming is not None and not incoming.consumed and incoming.ref is not None:
+            self._releases.append(incoming.ref)
+        if not (self._serves and wants_remote_decode(view.params)):
+            return False, None
+        if reason not in (FinishReason.STOP, FinishReason.LENGTH) or self._server is None:
+            return False, None
+        n_tokens = view.n_total - 1  # the last sampled token has no KV
+        held = tuple(ids[: blocks_for(n_tokens, self._cache.block_size)] for ids in blocks)
+        if n_tokens < 1 or not any(held):
+            return False, None
+        ref = self._hold(view.id, held, n_tokens, now)
+        return True, to_params(ref)
+
+    def _hold(self, id: str, held: BlockIds, n_tokens: int, now: float) -> RemoteRef:
+        n = self.ledger.open(id, "send", {(): self._ranks}, now=now)
+        deadline = now + self._settings.kv_lease_duration
+        parallel = self._config.parallel
+        ref = RemoteRef(
+            engine_id=self._config.engine_id,
+            transfer_id=fresh_transfer_id(),
+            host=self._config.host,
+            port=self._config.port,
+            block_ids=held,
+            num_tokens=n_tokens,
+            tp_size=max(parallel.tp, parallel.dcp),
+            pp_size=parallel.pp,
+            dcp_size=parallel.dcp,
+            kvconn=KvconnRef(deadline=deadline),
+        )
+        self._sends.append(SendSpec(id, n, ref.transfer_id, deadline))
+        return ref
+
+    # -- steps ---------------------------------------------------------------------------------------------------
+
+    def step(self, now: float) -> NixlStep:
+        """Everything that happened since the last step, for the worker halves."""
+        step = NixlStep(now, tuple(self._sends), tuple(self._loads), tuple(self._releases), self._heartbeats(now))
+        self._sends, self._loads, self._releases = [], [], []
+        return step
+
+    def _heartbeats(self, now: float) -> tuple[tuple[PeerKey, tuple[str, ...]], ...]:
+        if now < self._next_heartbeat:
+            return ()
+        self._next_heartbeat = now + self._settings.kv_lease_duration / 6
+        wanted: dict[PeerKey, list[str]] = {}
+        waiting = (i.ref for i in self._incoming.values() if not i.consumed and i.ref is not None)
+        for ref in (*waiting, *self._loading.values()):
+            wanted.setdefault(ref.peer, []).append(ref.transfer_id)
+        return tuple((peer, tuple(ids)) for peer, ids in wanted.items())
+
+    def reports(
+        self, sent: Iterable[str], received: Iterable[str], failed: Iterable[str], facts: Iterable[Fact]
+    ) -> Emit:
+        """Filter the engine's sets (veto, never originate)."""
+        emit = self._gate.reports(sent, received, failed, facts)
+        for id in emit.received:
+            self._loading.pop(id, None)
+        return emit
+
+    # -- handshake and the rest ----------------------------------------------------------------------------------
+
+    def serve(self, metadata: Mapping[tuple[int, int], NixlHandshake]) -> None:
+        """Publish the serving workers' payloads. Raises ConfigError when the port is taken."""
+        payloads = {rank: handshake.payload for rank, handshake in metadata.items()}
+        if not payloads:
+            return
+        if self._server is not None:
+            self._server.replace(payloads)
+        else:
+            self._server = HandshakeServer(self._config.host, self._config.port, payloads)
+
+    def explain(self, now: float) -> list[str]:
+        """One line per open life that is owed something."""
+        return [life.describe({(): "NixlConnector"}, now) for life in self.ledger.pending() if life.owed]
+
+    def shutdown(self) -> None:
+        if self._server is not None:
+            self._server.close()
+
+    def __repr__(self) -> str:
+        return (
+            f"NixlScheduler({self._config.kv_transfer.kv_role} {self.ledger!r} "
+            f"incoming={len(self._incoming)} loading={len(self._loading)})"
+        )

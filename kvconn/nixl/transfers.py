@@ -1,0 +1,139 @@
+"""Receive lives of one worker: what is posted, what is quiet, what failed. Pure; time is an argument.
+
+Rules
+1. *Failed* and *released* are two events (C6): a life is failed as soon as that is known, and its blocks are given
+   back only when every handle of it is quiet.
+2. A handle is quiet when it was seen DONE, or ERR with its peer gone. ERR alone is not quiet (F4), nor is a
+   released handle (F1).
+3. Every life has a deadline; past it the life is failed, and its blocks stay in quarantine until quiet (C7).
+4. Each life settles once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import msgspec
+
+__all__ = ["Reads", "Settled"]
+
+
+class Settled(msgspec.Struct, frozen=True):
+    """A life whose blocks nothing of ours can write any more."""
+
+    id: str
+    n: int
+    failed: str | None
+
+
+@dataclass
+class _Read:
+    id: str
+    n: int
+    deadline: float
+    peer: tuple[str, str, int]
+    posting: bool = True
+    handles: set[int] = field(default_factory=set)
+    failed: str | None = None
+    failed_at: float | None = None
+
+
+class Reads:
+    """Receive lives by request id (one per id is open at a time; the scheduler half opens them)."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, _Read] = {}
+        self._by_handle: dict[int, _Read] = {}
+        self._errors: set[int] = set()
+
+    def begin(self, id: str, n: int, peer: tuple[str, str, int], deadline: float) -> None:
+        """A life arrived. It settles only after :meth:`posted_all` or :meth:`fail`."""
+        self._open[id] = _Read(id, n, deadline, peer)
+
+    def posted(self, id: str, handle: int) -> None:
+        """A handle of this life is under way."""
+        read = self._open[id]
+        read.handles.add(handle)
+        self._by_handle[handle] = read
+
+    def posted_all(self, id: str) -> None:
+        """Nothing more will be posted for this life."""
+        self._open[id].posting = False
+
+    def fail(self, id: str, why: str, now: float) -> bool:
+        """The result is failure; the first reason stands. False when the life is not open or failed already."""
+        read = self._open.get(id)
+        if read is None or read.failed is not None:
+            return False
+        read.failed, read.failed_at, read.posting = why, now, False
+        return True
+
+    def handles(self) -> list[int]:
+        """Handles that are not known to be quiet and may still change."""
+        return [h for h in self._by_handle if h not in self._errors]
+
+    def done(self, handle: int) -> None:
+        """The transport said DONE: quiet."""
+        self._quiet(handle)
+
+    def error(self, handle: int) -> str:
+        """The transport said ERR: not quiet. Returns the life's id; the caller fails it."""
+        self._errors.add(handle)
+        return self._by_handle[handle].id
+
+    def errors(self) -> list[int]:
+        """Handles in ERR that are not known to be quiet."""
+        return list(self._errors)
+
+    def peer_gone(self, peer: tuple[str, str, int]) -> list[int]:
+        """The peer is gone: its ERR handles are quiet. Returns the handles that became so."""
+        gone = [h for h in self._errors if self._by_handle[h].peer == peer]
+        for handle in gone:
+            self._quiet(handle)
+        return gone
+
+    def agent_destroyed(self) -> None:
+        """Our own agent is gone: nothing lands any more (F1), every handle is quiet. The caller failed the lives."""
+        for handle in list(self._by_handle):
+            self._quiet(handle)
+
+    def _quiet(self, handle: int) -> None:
+        self._errors.discard(handle)
+        read = self._by_handle.pop(handle, None)
+        if read is not None:
+            read.handles.discard(handle)
+
+    def overdue(self, now: float) -> list[str]:
+        """Ids whose deadline has passed and that have not failed yet. Judge after states were read (C11)."""
+        return [read.id for read in self._open.values() if read.failed is None and read.deadline <= now]
+
+    def settle(self) -> list[Settled]:
+        """Lives that are over: everything quiet, and either failed or fully posted."""
+        over = [read for read in self._open.values() if not read.handles and not read.posting]
+        for read in over:
+            del self._open[read.id]
+        return [Settled(read.id, read.n, read.failed) for read in over]
+
+    def quarantined(self, now: float) -> list[tuple[str, float, str]]:
+        """Failed lives that are not quiet: id, age of the failure in seconds, reason."""
+        return [
+            (read.id, now - read.failed_at, read.failed)
+            for read in self._open.values()
+            if read.failed is not None and read.failed_at is not None
+        ]
+
+    def life(self, id: str) -> int:
+        """n of the open life of this id, 0 when none is open."""
+        read = self._open.get(id)
+        return 0 if read is None else read.n
+
+    def ids(self) -> list[str]:
+        """Ids of the open lives."""
+        return list(self._open)
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def __repr__(self) -> str:
+        failed = sum(1 for r in self._open.values() if r.failed is not None)
+        return f"Reads(open={len(self._open)} handles={len(self._by_handle)} quarantined={failed})"

@@ -1,0 +1,413 @@
+"""The worker half: registers memory, keeps leases, handshakes, reads, and answers the one poll.
+
+Contract this half keeps
+- Producer: reports each announced send exactly once. The serving rank when its readers are done or the lease ended; a
+  replicated rank (PCP > 0), which nobody reads, at the poll of the step whose metadata announces the release (C1).
+- Consumer: reports each receive life exactly once, when every handle of it is quiet (C6); a failure is a fact
+  (``failed``) as soon as it is known, and the report says so when the blocks are safe.
+
+Rules
+1. One poll: :meth:`NixlWorker.poll` (C5). In it notifications and transfer states are read before any timeout (C11).
+2. A replicated rank has no agent, no handshake metadata and no leases.
+3. Nothing here blocks: handshakes run on the client's thread, reads in the transport.
+4. Whatever a peer sends ends in a failed request or a counter (C9).
+Time is an argument, in seconds of the worker's clock.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Literal, cast
+
+from kvconn.base import Direction, Fact, FactState, KVCacheView, LayerView, TransferResults, WorkerFacts
+from kvconn.config import ConnectorConfig, NixlSettings
+from kvconn.errors import ConfigError, PeerError, RequestError, TransportError
+from kvconn.geometry import RankRole, Region, regions_of
+from kvconn.metrics import Meter
+from kvconn.nixl.leases import Ended, SendLeases
+from kvconn.nixl.metadata import LoadSpec, NixlHandshake, NixlStep, SendSpec
+from kvconn.nixl.pairing import pair_blocks, ranges
+from kvconn.nixl.peers import Peer, PeerKey, Peers, Work
+from kvconn.nixl.plan import Incompatible, Plan, make_plan
+from kvconn.nixl.sidechannel import HandshakeClient, HandshakeResult
+from kvconn.nixl.transfers import Reads
+from kvconn.nixl.wire import (
+    AgentMetadata,
+    Done,
+    Heartbeat,
+    WireCodec,
+    encode_done,
+    encode_heartbeats,
+    parse_notification,
+)
+from kvconn.params import RemoteRef
+from kvconn.transport.base import HandleState, MemoryRegion, Transport
+
+__all__ = ["NixlWorker"]
+
+log = logging.getLogger("kvconn.nixl")
+
+
+class NixlWorker:
+    """One rank. ``make_transport`` is called once, and only where this rank serves or reads."""
+
+    def __init__(
+        self,
+        config: ConnectorConfig,
+        settings: NixlSettings,
+        kv_cache: KVCacheView,
+        role: RankRole,
+        codec: WireCodec,
+        make_transport: Callable[[], Transport],
+    ) -> None:
+        self.role = role
+        self.meter = Meter()
+        self._config = config
+        self._settings = settings
+        self._cache = kv_cache
+        self._codec = codec
+        self._make_transport = make_transport
+        limits = settings.kvconn
+        self._regions: tuple[Region, ...] = ()
+        self._transport: Transport | None = None
+        self._client: HandshakeClient | None = None
+        self._leases = SendLeases(settings.kv_lease_duration, limits.early_max)
+        self._reads = Reads()
+        self._refs: dict[str, RemoteRef] = {}
+        self._started: dict[int, tuple[Peer, float, int]] = {}
+        self._peers = Peers(limits.peers_max, limits.waiting_max)
+        #: lives a replicated rank has only to acknowledge: request id -> n, until the next poll.
+        self._replicated_pcp_done_sending: dict[str, int] = {}
+        #: announced sends whose early notifications had completed them.
+        self._ended: list[Ended] = []
+        self._seen: dict[Direction, int] = {"send": 0, "recv": 0}
+        self._pending_loads: list[LoadSpec] = []
+        self._facts: list[Fact] = []
+
+    # -- start-up ------------------------------------------------------------------------------------------------
+
+    def register(self, layers: Mapping[str, LayerView]) -> None:
+        """Register the cache; creates the agent where this rank serves or reads. Raises ConfigError, TransportError."""
+        if self._transport is not None:
+            raise ConfigError("register_kv_caches: called twice on one worker half")
+        self._regions = regions_of(layers.values())
+        for region in self._regions:
+            if not 0 <= region.group < len(self._cache.groups):
+                raise ConfigError(f"layer {region.name}: cache group {region.group} of {len(self._cache.groups)}")
+        if self.role.serves or self.role.reads:
+            self._open_transport()
+        if self.role.reads:
+            self._client = HandshakeClient(self._settings.kvconn.handshake)
+
+    def _open_transport(self) -> None:
+        self._transport = self._make_transport()
+        self._transport.register(
+            [
+                MemoryRegion(r.base, r.span, cast('Literal["DRAM", "VRAM"]', r.mem_type), r.device_id)
+                for r in self._regions
+            ]
+        )
+
+    def handshake(self) -> NixlHandshake | None:
+        """What readers need of this rank; None where it serves nobody."""
+        if not self.role.serves or self._transport is None:
+            return None
+        metadata = AgentMetadata(
+            engine_id=self._config.engine_id,
+            agent_metadata=self._transport.metadata(),
+            kv_caches_base_addr=[r.base for r in self._regions],
+            device_id=self._regions[0].device_id,
+            num_blocks=self._cache.num_blocks,
+            block_lens=[r.length for r in self._regions],
+            block_strides=[r.stride for r in self._regions],
+            kv_cache_layout="LBHNC",
+            block_size=self._cache.block_size,
+            region_num_blocks=[r.count for r in self._regions],
+            region_group_ids=[r.group for r in self._regions],
+            region_names=[r.name for r in self._regions],
+            region_mem_types=[r.mem_type for r in self._regions],
+            dcp_size=self._config.parallel.dcp,
+            pcp_size=self._config.parallel.pcp,
+        )
+        return NixlHandshake(self._codec.encode_payload(self._config, metadata))
+
+    # -- a step --------------------------------------------------------------------------------------------------
+
+    def bind(self, step: NixlStep, now: float) -> None:
+        """This step's announcements. An announcement bound before changes nothing."""
+        for send in step.sends:
+            if self._is_new("send", send.n):
+                self._announce(send, send.deadline - step.now + now)
+        if self.role.replicates:
+            return
+        self._pending_loads.extend(load for load in step.loads if self._is_new("recv", load.n))
+        for key, transfer_ids in step.heartbeats:
+            self._with_peer(key, now, partial(self._heartbeat, transfer_ids))
+        for ref in step.releases:
+            self._with_peer(ref.peer, now, partial(self._release, ref))
+
+    def _is_new(self, direction: Direction, n: int) -> bool:
+        if n <= self._seen[direction]:
+            return False
+        self._seen[direction] = n
+        return True
+
+    def _announce(self, send: SendSpec, deadline: float) -> None:
+        if not self.role.serves:
+            self._replicated_pcp_done_sending[send.id] = send.n
+            return
+        ended = self._leases.track(send.id, send.n, send.transfer_id, deadline, send.readers)
+        if ended is not None:
+            self._ended.append(ended)
+
+    def start_loads(self, now: float) -> None:
+        """Post this step's reads where the peer is known, start handshakes where it is not."""
+        loads, self._pending_loads = self._pending_loads, []
+        for load in loads:
+            peer = load.ref.peer if load.ref is not None else ("", "", 0)
+            self._reads.begin(load.id, load.n, peer, now + self._settings.kvconn.read)
+            if load.ref is None:
+                self._fail(load.id, load.refused or "no reference", now)
+                continue
+            self._refs[load.id] = load.ref
+            self._with_peer(peer, now, partial(self._post, load, load.ref))
+
+    def _with_peer(self, key: PeerKey, now: float, work: Work) -> None:
+        if self._client is not None and self._peers.want(key, work, now):
+            self._client.start(key)
+
+    def _post(self, load: LoadSpec, ref: RemoteRef, peer: Peer | None, why: str, now: float) -> None:
+        if self._reads.life(load.id) != load.n or self._transport is None:
+            return  # failed while it waited for the handshake
+        if peer is None or peer.plan is None or peer.agent is None:
+            self._fail(load.id, why, now)
+            return
+        try:
+            runs = pair_blocks(load.local, ref.block_ids, load.hits, peer.plan.remote_blocks)
+            local, remote = ranges(peer.plan, runs)
+            if len(local):
+                handle = self._transport.post_read(peer.agent, local, remote)
+                self._under_way(load.id, handle, peer, int(local[:, 1].sum()), now)
+                self.meter.add("nixl_num_descriptors", len(local))
+            self._reads.posted_all(load.id)
+        except RequestError as err:
+            self._fail(load.id, str(err), now)
+        except TransportError as err:
+            if err.handle is not None:  # parts may be under way (F4)
+                self._under_way(load.id, err.handle, peer, 0, now)
+            self._fail(load.id, f"{peer.name}: {err}", now)
+
+    def _under_way(self, id: str, handle: int, peer: Peer, size: int, now: float) -> None:
+        peer.posted += 1
+        self._reads.posted(id, handle)
+        self._started[handle] = (peer, now, size)
+
+    def _fail(self, id: str, why: str, now: float) -> None:
+        """The result of this life is failure; its blocks stay until it is quiet."""
+        if self._reads.fail(id, why, now):
+            self._say(id, "recv", self._reads.life(id), "failed")
+            self.meter.add("nixl_num_failed_transfers")
+            log.warning("rank %d: load of %s failed: %s", self.role.rank, id, why)
+
+    def _say(self, id: str, direction: Direction, n: int, state: FactState) -> None:
+        self._facts.append(Fact(id, direction, n, self.role.rank, state))
+
+    # -- the poll ------------------------------------------------------------------------------------------------
+
+    def poll(self, now: float) -> TransferResults:
+        """What finished on this rank since the last poll. Consumes (C5)."""
+        self._drain_notifications(now)
+        self._drain_transfers(now)
+        self._drain_handshakes(now)
+        sent = self._ended_sends(now)
+        for id in self._reads.overdue(now):
+            self._overdue(id, now)
+        self._watch_quarantine(now)
+        received, failed = self._settle()
+        return TransferResults(frozenset(sent), frozenset(received), frozenset(failed))
+
+    def _drain_notifications(self, now: float) -> None:
+        if self._transport is None:
+            return
+        for agent, message in self._transport.notifications():
+            parsed = parse_notification(message)
+            if isinstance(parsed, Heartbeat):
+                self._leases.heartbeat(parsed.transfer_ids, now)
+            elif isinstance(parsed, Done):
+                ended = self._leases.notified(parsed.transfer_id, agent, parsed.readers, now)
+                if ended is not None:
+                    self._ended.append(ended)
+            else:
+                self.meter.add("notifications_malformed")
+
+    def _drain_transfers(self, now: float) -> None:
+        if self._transport is None:
+            return
+        for handle in self._reads.handles():
+            state = self._transport.poll(handle)
+            if state is HandleState.DONE:
+                self._handle_done(handle, now)
+            elif state is HandleState.ERR:
+                self._handle_error(handle, now)
+
+    def _handle_done(self, handle: int, now: float) -> None:
+        peer, started, size = self._forget(handle)
+        peer.last_used = now
+        self._reads.done(handle)
+        self.meter.add("nixl_bytes_transferred", size)
+        self.meter.add("nixl_xfer_seconds", now - started)
+        self.meter.add("nixl_num_transfers")
+
+    def _forget(self, handle: int) -> tuple[Peer, float, int]:
+        """A quiet handle: only now may it be released (C6)."""
+        started = self._started.pop(handle)
+        started[0].posted -= 1
+        if self._transport is not None:
+            self._transport.release(handle)
+        return started
+
+    def _handle_error(self, handle: int, now: float) -> None:
+        """ERR is a result, not quiet (F4): the handle is quiet once its peer is known to be gone."""
+        peer = self._started[handle][0]
+        id = self._reads.error(handle)
+        self._fail(id, f"a read from {peer.name} failed", now)
+
+    def _watch_quarantine(self, now: float) -> None:
+        held = self._reads.quarantined(now)
+        if not held or self._transport is None:
+            return
+        for peer in {self._started[h][0] for h in self._reads.errors()}:
+            if peer.agent is not None and self._transport.peer_gone(peer.agent):
+                for handle in self._reads.peer_gone(peer.key):
+                    self._forget(handle)
+        oldest = max((age for _, age, _ in self._reads.quarantined(now)), default=0.0)
+        if oldest > self._settings.kvconn.quarantine_age and not self.role.serves:
+            self._recreate(now)
+
+    def _recreate(self, now: float) -> None:
+        """Bound the quarantine: after our agent is destroyed nothing lands (C7, F1). Fails this rank's transfers."""
+        if self._transport is None:
+            return
+        log.error("rank %d: quarantine is over age, making a new NIXL agent; %r", self.role.rank, self._reads)
+        self.meter.add("agent_recreations")
+        self._transport.close()
+        for id in self._reads.ids():
+            self._fail(id, "the NIXL agent was made anew after a transfer never ended", now)
+        self._reads.agent_destroyed()
+        self._started.clear()
+        for peer in self._peers.clear():
+            peer.failed("the NIXL agent was made anew", now)
+        self._open_transport()
+
+    def _overdue(self, id: str, now: float) -> None:
+        ref = self._refs.get(id)
+        peer = self._peers.get(ref.peer) if ref is not None else None
+        stage = "handshake" if peer is None or peer.agent is None else "read"
+        whom = peer.name if peer is not None else "unknown peer"
+        self._fail(id, f"{whom}: {stage} not done after {self._settings.kvconn.read:g} s", now)
+
+    def _drain_handshakes(self, now: float) -> None:
+        if self._client is None:
+            return
+        for result in self._client.results():
+            peer = self._peers.get(result.key)
+            if peer is not None:
+                self._finish_handshake(peer, result, now)
+
+    def _finish_handshake(self, peer: Peer, result: HandshakeResult, now: float) -> None:
+        try:
+            agent, plan = self._load_peer(peer, result)
+        except (PeerError, TransportError) as err:
+            self.meter.add("nixl_num_failed_handshakes")
+            log.warning("rank %d: handshake failed: %s", self.role.rank, err)
+            peer.failed(str(err), now)
+        else:
+            peer.ready(agent, plan, now)
+
+    def _load_peer(self, peer: Peer, result: HandshakeResult) -> tuple[str, Plan]:
+        """Check first, load last: a peer that fails leaves nothing behind."""
+        if result.payload is None or self._transport is None:
+            raise PeerError(peer.name, "handshake", result.why)
+        payload = self._codec.decode_payload(result.payload, peer.name)
+        if self._settings.enforce_handshake_compat:
+            self._codec.check(self._config, payload, peer.name)
+        metadata = self._codec.decode_metadata(payload, peer.name)
+        if metadata.engine_id != peer.key[0]:
+            raise PeerError(peer.name, "handshake", f"the engine there is now {metadata.engine_id}")
+        plan = make_plan(self._regions, self._cache.block_size, metadata)
+        if isinstance(plan, Incompatible):
+            raise PeerError(peer.name, "plan", str(plan))
+        return self._transport.add_peer(metadata.agent_metadata), plan
+
+    def _ended_sends(self, now: float) -> set[str]:
+        """Sends this rank reports now: readers done, leases over, and what a replicated rank only acknowledges."""
+        for ended in self._leases.expire(now):
+            self._ended.append(ended)
+            self.meter.add("nixl_num_kv_expired_reqs")
+            log.warning("rank %d: %s was not read within its lease", self.role.rank, ended.id)
+        sent: set[str] = set()
+        for ended in self._ended:
+            self._say(ended.id, "send", ended.n, "done")
+            sent.add(ended.id)
+        self._ended = []
+        for id, n in self._replicated_pcp_done_sending.items():
+            self._say(id, "send", n, "done")
+            sent.add(id)
+        self._replicated_pcp_done_sending.clear()
+        return sent
+
+    def _settle(self) -> tuple[set[str], set[str]]:
+        received: set[str] = set()
+        failed: set[str] = set()
+        for over in self._reads.settle():
+            ref = self._refs.pop(over.id, None)
+            peer = self._peers.get(ref.peer) if ref is not None else None
+            if ref is not None:
+                self._release(ref, peer, "", 0.0)
+            self._say(over.id, "recv", over.n, "done" if over.failed is None else "quiet")
+            received.add(over.id)
+            if over.failed is not None:
+                failed.add(over.id)
+        return received, failed
+
+    # -- telling the producer ------------------------------------------------------------------------------------
+
+    def _release(self, ref: RemoteRef, peer: Peer | None, why: str, now: float) -> None:
+        """Tell the producer that we are done with ``ref``; where it can't be told its lease ends it."""
+        readers = peer.plan.readers if peer is not None and peer.plan is not None else 1
+        self._notify(peer, encode_done(ref.transfer_id, readers))
+
+    def _heartbeat(self, transfer_ids: tuple[str, ...], peer: Peer | None, why: str, now: float) -> None:
+        self._notify(peer, encode_heartbeats(transfer_ids))
+
+    def _notify(self, peer: Peer | None, message: bytes) -> None:
+        if peer is None or peer.agent is None or self._transport is None:
+            return
+        try:
+            self._transport.notify(peer.agent, message)
+        except TransportError as err:
+            self.meter.add("nixl_num_failed_notifications")
+            log.warning("rank %d: cannot notify %s: %s", self.role.rank, peer.name, err)
+
+    # -- the rest ------------------------------------------------------------------------------------------------
+
+    def take_facts(self) -> WorkerFacts | None:
+        """The facts behind the sets of the last poll, and failures known since."""
+        if not self._facts:
+            return None
+        facts, self._facts = WorkerFacts(tuple(self._facts)), []
+        return facts
+
+    def shutdown(self) -> None:
+        """Destroys the agent first: nothing of ours may land after this returns (F1)."""
+        if self._transport is not None:
+            self._transport.close()
+            self._transport = None
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+
+    def __repr__(self) -> str:
+        return f"NixlWorker({self.role!r} {self._leases!r} {self._reads!r} {self._peers!r})"

@@ -1,0 +1,234 @@
+"""One shared helper: whole engines' worth of connector halves, without an engine, over real caches and transports.
+
+A :class:`Side` is one engine: a scheduler half, one worker half per rank with its own cache in this process's memory,
+the real aggregator between them, and :meth:`Side.step`, which calls both halves in an engine's order.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
+
+import msgspec
+import numpy as np
+
+from kvconn.aggregator import KVOutputAggregator
+from kvconn.base import (
+    ConnectorRole,
+    FinishReason,
+    GroupView,
+    KVBlocks,
+    KVCacheView,
+    KVConnector,
+    KVConnectorOutput,
+    LayerView,
+    RequestView,
+    StepView,
+)
+from kvconn.config import ConnectorConfig, ModelView, ParallelConfig, parse_kv_transfer_config
+from kvconn.factory import get_connector_class
+
+BLOCK_SIZE = 16
+ROW = 64  # bytes per token and layer
+LAYERS = ("layers.0.kv", "layers.1.kv")
+
+
+def free_port() -> int:
+    """A port nobody listens on right now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 20.0, what: str = "condition") -> None:
+    """Poll ``condition`` until it holds; AssertionError at the deadline."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            raise AssertionError(f"{what}: not within {seconds} s")
+        time.sleep(0.001)
+
+
+NIXL_PRODUCER = {"kv_connector": "NixlConnector", "kv_role": "kv_producer"}
+NIXL_CONSUMER = {"kv_connector": "NixlConnector", "kv_role": "kv_consumer"}
+
+
+def multi(*children: dict[str, Any], role: str = "kv_producer") -> dict[str, Any]:
+    """A MultiConnector's kv_transfer_config around ``children``."""
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_role": role,
+        "kv_connector_extra_config": {"connectors": list(children)},
+    }
+
+
+def offload_hold(cpu_bytes: int = 1 << 20) -> dict[str, Any]:
+    """The sibling that holds every request on every rank."""
+    return {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"cpu_bytes_to_use": cpu_bytes, "kvconn": {"hold": True}},
+    }
+
+
+class _Output:
+    """A worker's output of one step, as an aggregator wants it."""
+
+    def __init__(self, part: KVConnectorOutput | None) -> None:
+        self.kv_connector_output = part
+
+
+class Side:
+    """One engine's connector halves. ``get_poll`` names the poll its workers are asked with."""
+
+    def __init__(
+        self,
+        name: str,
+        transfer: dict[str, Any],
+        *,
+        pcp: int = 1,
+        num_blocks: int = 32,
+        poll: str = "get_transfer_results",
+        make: Callable[..., KVConnector] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.name = name
+        self.pcp = pcp
+        self.poll = poll
+        parsed = parse_kv_transfer_config(transfer)
+        cls = make or get_connector_class(parsed)
+        if parsed.kv_connector == "MultiConnector" and kwargs:
+            kwargs["make_child"] = partial(_make_child, dict(kwargs))
+        self.kv_cache = KVCacheView(num_blocks, BLOCK_SIZE, (GroupView("full", LAYERS),))
+        self.config = ConnectorConfig(
+            kv_transfer=parsed,
+            engine_id=name,
+            parallel=ParallelConfig(pcp=pcp),
+            model=ModelView("m", "uint8", len(LAYERS), 1, ROW, BLOCK_SIZE),
+            port=free_port(),
+        )
+        self.caches = [
+            {n: np.zeros((num_blocks, BLOCK_SIZE * ROW), np.uint8) for n in LAYERS} for _ in range(pcp)
+        ]  # fmt: skip
+        self.workers: list[KVConnector] = []
+        for rank in range(pcp):
+            config = _with_rank(self.config, rank)
+            worker = cls(config, ConnectorRole.WORKER, self.kv_cache, **kwargs)
+            worker.register_kv_caches({n: _layer(n, a) for n, a in self.caches[rank].items()})
+            self.workers.append(worker)
+        self.scheduler: KVConnector = cls(self.config, ConnectorRole.SCHEDULER, self.kv_cache, **kwargs)
+        published = [h for h in (w.get_handshake_metadata() for w in self.workers) if h is not None]
+        self.published = len(published)
+        if published:
+            self.scheduler.set_handshake_metadata({(0, 0): published[-1]})
+        self.aggregator = KVOutputAggregator.from_connector(self.scheduler, pcp)
+        self.seq = 0
+        self.rank_results: list[tuple[set[str], set[str], set[str]]] = []
+        self.sent: list[str] = []
+        self.received: list[str] = []
+        self.failed: list[str] = []
+
+    def step(self, finished: tuple[str, ...] = ()) -> KVConnectorOutput:
+        """One empty step of the engine: metadata out, every rank polled, the answer aggregated and filtered."""
+        self.seq += 1
+        meta = self.scheduler.build_connector_meta(StepView(self.seq, finished=finished))
+        return self.finish_step([self.rank_step(rank, meta, finished) for rank in range(self.pcp)])
+
+    def rank_step(self, rank: int, meta: Any, finished: tuple[str, ...] = ()) -> _Output:
+        """What one worker does around a step."""
+        worker = self.workers[rank]
+        worker.handle_preemptions(meta)
+        worker.bind_connector_metadata(meta)
+        worker.start_load_kv()
+        worker.wait_for_save()
+        part = KVConnectorOutput()
+        if self.poll == "get_finished":
+            part.finished_sending, part.finished_recving = worker.get_finished(set(finished))
+        else:
+            results = worker.get_transfer_results(set(finished))
+            part.finished_sending = set(results.finished_sending)
+            part.finished_recving = set(results.finished_recving)
+            part.failed_recving = set(results.failed_recving)
+        part.kv_connector_stats = worker.get_kv_connector_stats()
+        part.kv_connector_worker_meta = worker.build_connector_worker_meta()
+        worker.clear_connector_metadata()
+        return _Output(part)
+
+    def finish_step(self, outputs: list[_Output]) -> KVConnectorOutput:
+        """Aggregate and filter one step's outputs, remembering what was emitted."""
+        self.rank_results = [
+            (
+                o.kv_connector_output.finished_sending or set(),
+                o.kv_connector_output.finished_recving or set(),
+                o.kv_connector_output.failed_recving or set(),
+            )
+            for o in outputs
+            if o.kv_connector_output is not None
+        ]
+        part: KVConnectorOutput = self.aggregator.aggregate(outputs).kv_connector_output
+        self.scheduler.update_connector_output(part)
+        self.sent += sorted(part.finished_sending or ())
+        self.received += sorted(part.finished_recving or ())
+        self.failed += sorted(part.failed_recving or ())
+        return part
+
+    def prefill(self, id: str, blocks: list[int], seed: int, *, remote: bool = True) -> dict[str, Any] | None:
+        """Pretend to compute a prompt into ``blocks`` on every rank, and finish the request. Returns its params."""
+        n_tokens = len(blocks) * BLOCK_SIZE
+        for cache in self.caches:
+            for layer, name in enumerate(LAYERS):
+                cache[name][blocks] = pattern(seed, layer, len(blocks))
+        view = RequestView(
+            id, n_tokens, n_tokens + 1, {"do_remote_decode": remote}, block_hashes=lambda: _hashes(seed, len(blocks))
+        )
+        delayed, params = self.scheduler.request_finished(view, (tuple(blocks),), FinishReason.LENGTH)
+        if delayed:
+            self.aggregator.expect("send", id)
+        return params
+
+    def load(self, id: str, params: dict[str, Any] | None, blocks: list[int], hits: int = 0) -> RequestView:
+        """Admit a request with ``params`` whose block table is ``blocks``, the first ``hits`` of them local hits."""
+        view = RequestView(id, len(blocks) * BLOCK_SIZE, len(blocks) * BLOCK_SIZE, params)
+        self.scheduler.on_new_request(view)
+        n, _ = self.scheduler.get_num_new_matched_tokens(view, hits * BLOCK_SIZE)
+        if n:
+            self.aggregator.expect("recv", id)
+        self.scheduler.update_state_after_alloc(view, KVBlocks((tuple(blocks),), (hits,)), n or 0)
+        return view
+
+    def holds(self, blocks: list[int], seed: int, rank: int = 0, start: int = 0) -> bool:
+        """True when ``blocks`` hold the bytes of :meth:`prefill` with ``seed`` from block ``start`` on."""
+        return all(
+            np.array_equal(self.caches[rank][name][blocks], pattern(seed, layer, start + len(blocks))[start:])
+            for layer, name in enumerate(LAYERS)
+        )
+
+    def close(self) -> None:
+        for connector in (*self.workers, self.scheduler):
+            connector.shutdown()
+
+
+def pattern(seed: int, layer: int, blocks: int) -> Any:
+    """Bytes nobody else writes: shape (blocks, BLOCK_SIZE * ROW)."""
+    rng = np.random.default_rng((seed, layer))
+    return rng.integers(0, 256, (blocks, BLOCK_SIZE * ROW), dtype=np.uint8)
+
+
+def _hashes(seed: int, blocks: int) -> list[bytes]:
+    return [f"{seed}:{index}".encode() for index in range(blocks)]
+
+
+def _make_child(kwargs: dict[str, Any], cls: Any, *args: Any) -> KVConnector:
+    """A Multi's child on the same clock as the Multi."""
+    return cast(KVConnector, cls(*args, **kwargs))
+
+
+def _with_rank(config: ConnectorConfig, rank: int) -> ConnectorConfig:
+    return msgspec.structs.replace(config, rank=rank)
+
+
+def _layer(name: str, array: Any) -> LayerView:
+    return LayerView(name, array.ctypes.data, array.strides[0], array.shape[1], array.shape[0])
