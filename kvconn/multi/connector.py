@@ -1,0 +1,300 @@
+"""MultiConnector: several connectors as one. The facade; :mod:`kvconn.multi.policy` decides.
+
+Contract it keeps, whatever its children do
+- A delayed release is emitted once, when every child that claimed it has every rank complete, by identity (C1, C3).
+- A load is the first matching child's; the others are told that they load nothing. All children save.
+
+Rules
+1. Every method of the interface is forwarded; a test proves it.
+2. Every child is polled once per poll, and bound to its own metadata.
+3. An engine's set is replaced, never mutated: one-process executors share it.
+4. ``shutdown`` reaches every child even when one raises.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from kvconn.base import (
+    BlockIds,
+    ConnectorMetadata,
+    ConnectorRole,
+    FinishReason,
+    HandshakeMetadata,
+    KVBlocks,
+    KVCacheView,
+    KVConnector,
+    KVConnectorOutput,
+    LayerView,
+    RequestView,
+    StepView,
+    TransferResults,
+    WorkerFacts,
+)
+from kvconn.config import ConnectorConfig
+from kvconn.errors import ConfigError, ContractError
+from kvconn.metrics import Meter, Stats
+from kvconn.multi.children import MakeChild, build_children, make_child
+from kvconn.multi.policy import EngineGate, Match, MultiStep, RankGate, Share, choose, merge_params, prefixed
+
+__all__ = ["MultiConnector", "MultiHandshake", "MultiMetadata"]
+
+log = logging.getLogger("kvconn.multi")
+
+
+@dataclass(frozen=True)
+class MultiMetadata(ConnectorMetadata):
+    """Each child's metadata, in order, and our own announcements."""
+
+    children: tuple[ConnectorMetadata, ...]
+    step: MultiStep
+
+
+@dataclass(frozen=True)
+class MultiHandshake(HandshakeMetadata):
+    """The one publishing child's handshake metadata."""
+
+    child: int
+    metadata: HandshakeMetadata
+
+
+class MultiConnector(KVConnector):
+    """``kv_connector_extra_config.connectors`` lists the children's ``kv_transfer_config`` objects.
+
+    ``clock`` (seconds, default ``time.perf_counter``) stamps lives; ``make_child`` is the seam tests build children
+    through. Raises ConfigError with every child's problems at once.
+    """
+
+    def __init__(
+        self,
+        config: ConnectorConfig,
+        role: ConnectorRole,
+        kv_cache: KVCacheView,
+        *,
+        clock: Callable[[], float] | None = None,
+        make_child: MakeChild = make_child,
+    ) -> None:
+        self.role = role
+        self.names, self.children = build_children(config, role, kv_cache, make_child)
+        self._clock = clock or time.perf_counter
+        self._meter = Meter()
+        self._gate = EngineGate(len(self.children), range(config.parallel.world))
+        self._rank = RankGate(config.rank or 0)
+        self._matches: dict[str, Match] = {}
+
+    # -- scheduler half ------------------------------------------------------------------------------------------
+
+    def on_new_request(self, request: RequestView) -> None:
+        self._gate.arrived(request.id)
+        for child in self.children:
+            child.on_new_request(request)
+
+    def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> tuple[int | None, bool]:
+        match = choose(
+            partial(child.get_num_new_matched_tokens, request, num_computed_tokens) for child in self.children
+        )
+        self._matches[request.id] = match
+        return match.answer
+
+    def update_state_after_alloc(self, request: RequestView, blocks: KVBlocks, num_external_tokens: int) -> None:
+        match = self._matches.pop(request.id, Match())
+        if num_external_tokens > 0 and match.child is None:
+            raise ContractError(
+                f"{request.id}: {num_external_tokens} external tokens allocated, but no child offered any"
+            )
+        loads = num_external_tokens > 0
+        if loads and match.asynchronous and match.child is not None:
+            self._gate.open(request.id, "recv", (match.child,), self._clock())
+        for index, child in enumerate(self.children):
+            child.update_state_after_alloc(
+                request, blocks, num_external_tokens if loads and index == match.child else 0
+            )
+
+    def build_connector_meta(self, step: StepView) -> ConnectorMetadata:
+        return MultiMetadata(tuple(child.build_connector_meta(step) for child in self.children), self._gate.step())
+
+    def request_finished(
+        self, request: RequestView, blocks: BlockIds, reason: FinishReason
+    ) -> tuple[bool, dict[str, Any] | None]:
+        self._matches.pop(request.id, None)
+        answers = [child.request_finished(request, blocks, reason) for child in self.children]
+        claimers = [index for index, (delays, _) in enumerate(answers) if delays]
+        if claimers:
+            self._gate.open(request.id, "send", claimers, self._clock())
+        params, left_out = merge_params([returned for _, returned in answers])
+        for index in left_out:
+            self._meter.add("params_conflicts")
+            log.warning(
+                "request %s: params of %s contradict an earlier child's; left out", request.id, self.names[index]
+            )
+        return bool(claimers), params
+
+    def update_connector_output(self, output: KVConnectorOutput) -> None:
+        meta = output.kv_connector_worker_meta
+        shares = self._gate.take(meta.facts if isinstance(meta, WorkerFacts) else ())
+        for index, (child, share) in enumerate(zip(self.children, shares, strict=True)):
+            part = _part(share, output)
+            child.update_connector_output(part)
+            self._gate.passed(
+                index, part.finished_sending or (), part.finished_recving or (), part.failed_recving or ()
+            )
+        emit = self._gate.emit(
+            output.finished_sending or (), output.finished_recving or (), output.failed_recving or ()
+        )
+        output.finished_sending = set(emit.sent)
+        output.finished_recving = set(emit.received)
+        output.failed_recving = set(emit.failed)
+
+    def get_finished_count(self) -> int | None:
+        return None
+
+    def set_handshake_metadata(self, metadata: Mapping[tuple[int, int], HandshakeMetadata]) -> None:
+        for index, child in enumerate(self.children):
+            child.set_handshake_metadata(
+                {
+                    rank: published.metadata
+                    for rank, published in metadata.items()
+                    if isinstance(published, MultiHandshake) and published.child == index
+                }
+            )
+
+    def has_pending_push_work(self) -> bool:
+        return any(child.has_pending_push_work() for child in self.children)
+
+    def take_events(self) -> Iterable[Any]:
+        return [event for child in self.children for event in child.take_events()]
+
+    def reset_cache(self) -> bool | None:
+        answers = [answer for child in self.children if (answer := child.reset_cache()) is not None]
+        return all(answers) if answers else None
+
+    def explain(self, now: float) -> list[str]:
+        lines = self._gate.explain(self.names, now)
+        for index, child in enumerate(self.children):
+            lines += [f"{self.names[index]}: {line}" for line in child.explain(now)]
+        return lines
+
+    # -- worker half ---------------------------------------------------------------------------------------------
+
+    def register_kv_caches(self, layers: Mapping[str, LayerView]) -> None:
+        for child in self.children:
+            child.register_kv_caches(layers)
+
+    def get_handshake_metadata(self) -> HandshakeMetadata | None:
+        published = [
+            (i, m) for i, child in enumerate(self.children) if (m := child.get_handshake_metadata()) is not None
+        ]
+        if len(published) > 1:
+            whom = " and ".join(self.names[index] for index, _ in published)
+            raise ConfigError(f"MultiConnector: expected one child that publishes handshake metadata, got {whom}")
+        return MultiHandshake(*published[0]) if published else None
+
+    def bind_connector_metadata(self, metadata: ConnectorMetadata) -> None:
+        super().bind_connector_metadata(metadata)
+        own = self._own(metadata)
+        self._rank.bind(own.step)
+        for child, part in zip(self.children, own.children, strict=True):
+            child.bind_connector_metadata(part)
+
+    def clear_connector_metadata(self) -> None:
+        super().clear_connector_metadata()
+        for child in self.children:
+            child.clear_connector_metadata()
+
+    def handle_preemptions(self, metadata: ConnectorMetadata) -> None:
+        for child, part in zip(self.children, self._own(metadata).children, strict=True):
+            child.handle_preemptions(part)
+
+    def start_load_kv(self, context: object = None, **kwargs: object) -> None:
+        for child in self.children:
+            child.start_load_kv(context, **kwargs)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        for child in self.children:
+            child.wait_for_layer_load(layer_name)
+
+    def save_kv_layer(self, layer_name: str, **kwargs: object) -> None:
+        for child in self.children:
+            child.save_kv_layer(layer_name, **kwargs)
+
+    def wait_for_save(self) -> None:
+        for child in self.children:
+            child.wait_for_save()
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> TransferResults:
+        for index, child in enumerate(self.children):
+            self._rank.reports(index, child.get_transfer_results(set(finished_req_ids)))
+        self._rank.ended(finished_req_ids)
+        return self._rank.take()
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return {block for child in self.children for block in child.get_block_ids_with_load_errors()}
+
+    def build_connector_worker_meta(self) -> WorkerFacts | None:
+        facts = self._rank.take_facts()
+        for index, child in enumerate(self.children):
+            meta = child.build_connector_worker_meta()
+            if isinstance(meta, WorkerFacts):
+                facts += prefixed(index, meta.facts)
+            elif meta is not None:
+                raise ContractError(
+                    f"{self.names[index]}.build_connector_worker_meta(): expected WorkerFacts or None, "
+                    f"got {type(meta).__name__}"
+                )
+        return WorkerFacts(tuple(facts)) if facts else None
+
+    def _own(self, metadata: ConnectorMetadata) -> MultiMetadata:
+        if not isinstance(metadata, MultiMetadata) or len(metadata.children) != len(self.children):
+            raise ContractError(
+                f"MultiConnector: expected its own scheduler half's metadata for {len(self.children)} children, "
+                f"got {type(metadata).__name__}"
+            )
+        return metadata
+
+    # -- both ----------------------------------------------------------------------------------------------------
+
+    def get_kv_connector_stats(self) -> Stats | None:
+        duplicates, dropped = self._rank.take_counts()
+        for name, count in (
+            ("duplicates_absorbed", duplicates + self._gate.take_absorbed()),
+            ("early_reports_dropped", dropped),
+        ):
+            if count:
+                self._meter.add(name, count)
+        total = self._meter.take()
+        for child in self.children:
+            stats = child.get_kv_connector_stats()
+            if stats is not None:
+                total = stats if total is None else total.aggregate(stats)
+        return total
+
+    def shutdown(self) -> None:
+        errors: list[Exception] = []
+        for index, child in enumerate(self.children):
+            try:
+                child.shutdown()
+            except Exception as err:  # the others must be reached; raised below
+                log.exception("%s: shutdown failed", self.names[index])
+                errors.append(err)
+        if errors:
+            raise errors[0]
+
+    def __repr__(self) -> str:
+        gate = self._gate if self.role is ConnectorRole.SCHEDULER else self._rank
+        return f"MultiConnector([{', '.join(self.names.values())}] {gate!r})"
+
+
+def _part(share: Share, output: KVConnectorOutput) -> KVConnectorOutput:
+    """One child's view of the engine's output."""
+    return KVConnectorOutput(
+        finished_sending=set(share.sent),
+        finished_recving=set(share.received),
+        failed_recving=set(share.failed),
+        invalid_block_ids=set(output.invalid_block_ids),
+        kv_connector_worker_meta=WorkerFacts(share.facts) if share.facts else None,
+    )
