@@ -1,0 +1,243 @@
+"""A replay from its settings: what runs where, and running it.
+
+Rules
+1. :func:`plan` decides everything and touches only the trace file; what cannot work is a ConfigError before a process
+   starts, every problem at once where they are independent.
+2. :func:`run` starts engines and, whatever happens, shuts all of them down.
+3. P is tp=1 x pcp workers under ``MultiConnector[NixlConnector, OffloadingConnector with hold]``, the composition that
+   stalled; D is one worker with a NixlConnector; the yardstick is one worker without a connector.
+4. Connectors are named by strings, as an operator would: ``kvconn.testing`` is never imported here.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import msgspec
+
+from kvconn.cli.verdict import Contract
+from kvconn.config import ParallelConfig
+from kvconn.engine.client import EngineProcess
+from kvconn.engine.config import EngineConfig, ModelSpec
+from kvconn.engine.router import (
+    Progress,
+    ReplayReport,
+    Router,
+    decode_blocks,
+    make_report,
+    prefill_blocks,
+    run_monolithic,
+)
+from kvconn.engine.trace import TraceRequest, read_trace, to_requests
+from kvconn.errors import ConfigError
+
+__all__ = ["Plan", "Settings", "plan", "run", "shipped_trace"]
+
+Mode = Literal["transformer", "content-addressed"]
+BLOCK_SIZE = 16
+REQUESTS = 48
+OFFLOAD_BYTES = 256 << 20
+#: how long nothing may move, beyond the age at which engines name a pending release
+STALL_SLACK = 5.0
+STALL_AFTER: dict[Contract, float] = {"world": 30.0, "hidden-ranks": 10.0}
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """What the command line says. ``trace`` None: the shipped one; ``requests`` None: as many as are useful."""
+
+    trace: Path | None = None
+    scale: int = 32
+    requests: int | None = None
+    concurrency: int = 16
+    mode: Mode = "transformer"
+    contract: Contract = "world"
+    pcp: int = 8
+    ucx_tls: str | None = None
+    stall_after: float | None = None
+    seed: int = 0
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """Everything a replay needs, checked. ``monolithic`` None: nothing to compare, a stall is expected."""
+
+    requests: tuple[TraceRequest, ...]
+    concurrency: int
+    stall_limit: float
+    prefill: EngineConfig
+    decode: EngineConfig
+    monolithic: EngineConfig | None
+
+
+class Watcher(Protocol):
+    """Is told how far a replay is; :class:`kvconn.cli.show.View` is one."""
+
+    def phase(self, what: str) -> None: ...
+
+    def progress(self, progress: Progress) -> None: ...
+
+    def compared(self, finished: int, total: int) -> None: ...
+
+
+# --- deciding -----------------------------------------------------------------------------------------------------
+
+
+def plan(settings: Settings) -> Plan:
+    """The replay these settings ask for. Raises ConfigError."""
+    _check(settings)
+    model = ModelSpec(mode=settings.mode, seed=settings.seed)
+    requests = _requests(settings, model)
+    stall_after = settings.stall_after if settings.stall_after is not None else STALL_AFTER[settings.contract]
+    ports = free_ports(2)
+    common: dict[str, Any] = {
+        "model": model,
+        "block_size": BLOCK_SIZE,
+        "max_num_seqs": settings.concurrency,
+        "stall_after": stall_after,
+        "env": {"UCX_TLS": settings.ucx_tls} if settings.ucx_tls else {},
+        "host": "127.0.0.1",
+    }
+    in_flight = settings.concurrency
+    prefill = EngineConfig(
+        name="P",
+        parallel=ParallelConfig(pcp=settings.pcp),
+        kv_transfer_config=prefill_connectors(settings.contract),
+        num_blocks=prefill_blocks(requests, in_flight, BLOCK_SIZE),
+        port=ports[0],
+        **common,
+    )
+    decode = EngineConfig(
+        name="D",
+        parallel=ParallelConfig(),
+        kv_transfer_config={"kv_connector": "NixlConnector", "kv_role": "kv_consumer"},
+        num_blocks=decode_blocks(requests, in_flight, BLOCK_SIZE),
+        port=ports[1],
+        **common,
+    )
+    monolithic = EngineConfig(
+        name="M",
+        parallel=ParallelConfig(),
+        kv_transfer_config=None,
+        num_blocks=decode_blocks(requests, in_flight, BLOCK_SIZE),
+        **common,
+    )
+    return Plan(
+        requests=tuple(requests),
+        concurrency=in_flight,
+        stall_limit=stall_after + STALL_SLACK,
+        prefill=prefill,
+        decode=decode,
+        monolithic=monolithic if settings.contract == "world" else None,
+    )
+
+
+def prefill_connectors(contract: Contract) -> dict[str, Any]:
+    """P's ``kv_transfer_config``."""
+    nixl: dict[str, Any] = {"kv_connector": "NixlConnector", "kv_role": "kv_producer"}
+    if contract == "hidden-ranks":
+        nixl |= {"kv_connector": "HiddenRanksNixlConnector", "kv_connector_module_path": "kvconn.testing.contract"}
+    offload = {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"cpu_bytes_to_use": OFFLOAD_BYTES, "kvconn": {"hold": True}},
+    }
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_producer",
+        "kv_connector_extra_config": {"connectors": [nixl, offload]},
+    }
+
+
+@contextmanager
+def shipped_trace() -> Iterator[Path]:
+    """The small trace of our own, as a file."""
+    with resources.as_file(resources.files("kvconn.data").joinpath("trace-small.jsonl")) as path:
+        yield path
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of 127.0.0.1 that nobody listened on a moment ago."""
+    with ExitStack() as held:
+        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
+
+
+def _check(settings: Settings) -> None:
+    problems = []
+    if settings.concurrency < 1:
+        problems.append(f"--concurrency: expected at least 1, got {settings.concurrency}")
+    if settings.requests is not None and settings.requests < max(1, settings.concurrency):
+        problems.append(
+            f"--requests: expected at least as many as --concurrency {settings.concurrency}, got {settings.requests}"
+        )
+    if settings.pcp < 1:
+        problems.append(f"--pcp: expected at least 1, got {settings.pcp}")
+    if settings.contract == "hidden-ranks" and settings.pcp < 2:
+        problems.append(f"--pcp: hidden-ranks hides ranks > 0, expected at least 2, got {settings.pcp}")
+    if settings.stall_after is not None and not 0 < settings.stall_after < 1e6:
+        problems.append(f"--stall-after: expected seconds > 0, got {settings.stall_after}")
+    if problems:
+        raise ConfigError(problems)
+
+
+def _requests(settings: Settings, model: ModelSpec) -> list[TraceRequest]:
+    if settings.trace is not None:
+        rows = read_trace(settings.trace)
+    else:
+        with shipped_trace() as path:
+            rows = read_trace(path)
+    wanted = settings.requests if settings.requests is not None else min(max(REQUESTS, settings.concurrency), len(rows))
+    if len(rows) < max(wanted, settings.concurrency):
+        raise ConfigError(
+            f"--requests {wanted} at --concurrency {settings.concurrency}: the trace has only {len(rows)} requests"
+        )
+    return to_requests(rows[:wanted], scale=settings.scale, block_size=BLOCK_SIZE, vocab_size=model.vocab_size)
+
+
+# --- running ------------------------------------------------------------------------------------------------------
+
+
+def run(job: Plan, watcher: Watcher) -> ReplayReport:
+    """Replay, drain, compare. Raises EngineDeadError, ContractError (the yardstick failed), ConfigError."""
+    watcher.phase(
+        f"starting P (pcp={job.prefill.parallel.pcp}, {job.prefill.num_blocks} blocks) and D"
+        f" ({job.decode.num_blocks} blocks)"
+    )
+    with engines(job.prefill, job.decode) as (prefill, decode):
+        watcher.phase(f"replaying {len(job.requests)} requests, {job.concurrency} in flight")
+        replayed = Router(
+            prefill,
+            decode,
+            job.requests,
+            concurrency=job.concurrency,
+            stall_limit=job.stall_limit,
+            drain_limit=job.stall_limit,
+            on_progress=watcher.progress,
+        ).run()
+    if job.monolithic is None or replayed.stall is not None:
+        return make_report(replayed, None)
+    watcher.phase("running the same requests on one engine, to compare")
+    with engines(job.monolithic) as (engine,):
+        expected = run_monolithic(engine, job.requests, stall_limit=job.stall_limit, on_progress=watcher.compared)
+    return make_report(replayed, expected)
+
+
+@contextmanager
+def engines(*configs: EngineConfig) -> Iterator[tuple[EngineProcess, ...]]:
+    """Started engines, shut down however the block ends; they start and stop side by side."""
+    made = tuple(EngineProcess(config) for config in configs)
+    with ThreadPoolExecutor(len(made)) as pool:
+        try:
+            for started in [pool.submit(one.start) for one in made]:
+                started.result()
+            yield made
+        finally:
+            for stopped in [pool.submit(one.shutdown) for one in made]:
+                stopped.result()

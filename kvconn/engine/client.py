@@ -1,0 +1,220 @@
+"""An engine in a process of its own, as a driver sees it.
+
+Rules
+1. The driver's end never blocks for longer than it was told to; an engine that is gone is an EngineDeadError with its
+   last words.
+2. Orders and events cross one pipe as frozen Structs. The engine sends its statistics along, ten times a second.
+3. :meth:`EngineProcess.shutdown` leaves no process, however the engine is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import multiprocessing
+import os
+import signal
+import time
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from kvconn.engine.config import EngineConfig
+from kvconn.engine.core import EngineCore, EngineStats
+from kvconn.engine.request import EngineRequest, Finished, FirstToken
+from kvconn.engine.worker import die_with_parent
+from kvconn.errors import ConfigError, EngineDeadError
+
+__all__ = ["EngineProcess", "EngineRequest", "EngineStats", "Finished", "FirstToken"]
+
+_EMPTY_STEP_PAUSE = 1e-3
+_STATS_EVERY = 0.1
+_END = 20.0
+
+
+class EngineProcess:
+    """``start`` it, ``submit`` to it, ``poll`` it, ``shutdown``. Not thread-safe."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self._process: BaseProcess | None = None
+        self._pipe: Connection | None = None
+        self._events: list[FirstToken | Finished] = []
+        self._stats = EngineStats()
+        self._workers: list[int] = []
+
+    def start(self) -> None:
+        """Start the engine and its workers and wait until they are ready. Raises ConfigError, EngineDeadError."""
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["kvconn.engine.core"])
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_engine_main, args=(self.config, theirs), name=f"kvconn-{self.config.name}")
+        process.start()
+        theirs.close()
+        self._process, self._pipe = process, ours
+        deadline = time.monotonic() + self.config.start_timeout
+        try:
+            while not self._workers:
+                if not self._receive(deadline - time.monotonic()):
+                    raise EngineDeadError(f"engine {self.config.name}: not ready in time")
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def submit(self, request: EngineRequest) -> None:
+        """Queue a request."""
+        self._send(("submit", request))
+
+    def abort(self, id: str) -> None:
+        """End a request; its ``Finished`` says ABORT."""
+        self._send(("abort", id))
+
+    def poll(self, timeout: float) -> list[FirstToken | Finished]:
+        """Events since the last call; waits at most ``timeout`` seconds for the first one."""
+        if not self._events:
+            self._receive(timeout)
+        while self._receive(0.0):
+            pass
+        events, self._events = self._events, []
+        return events
+
+    def stats(self) -> EngineStats:
+        """The newest statistics the engine has sent, at most a few tenths of a second old."""
+        while self._receive(0.0):
+            pass
+        return self._stats
+
+    def digests(self, blocks: list[int], timeout: float = 30.0) -> list[str]:
+        """Every rank's hash of these blocks' bytes."""
+        self._send(("digests", blocks))
+        self._digests: list[str] | None = None
+        deadline = time.monotonic() + timeout
+        while self._digests is None:
+            if not self._receive(deadline - time.monotonic()):
+                raise EngineDeadError(f"engine {self.config.name}: no digests in time")
+        return self._digests
+
+    @property
+    def worker_pids(self) -> list[int]:
+        return list(self._workers)
+
+    @property
+    def pid(self) -> int:
+        return (self._process.pid if self._process is not None else None) or 0
+
+    def drain(self, timeout: float) -> bool:
+        """Wait until no block is held. False at the deadline. Events are kept for the next poll."""
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline:
+            stats = self.stats()
+            if not (stats.running or stats.waiting or stats.parked or stats.kv_blocks_used):
+                return True
+            self._receive(_STATS_EVERY)
+        return False
+
+    def shutdown(self) -> None:
+        """End the engine: asked first, killed at the deadline. Idempotent."""
+        if self._process is None or self._pipe is None:
+            return
+        with contextlib.suppress(OSError):
+            self._pipe.send(("stop", None))
+        self._process.join(_END)
+        if self._process.is_alive():
+            self._process.kill()  # its workers die with it
+            self._process.join()
+        self._pipe.close()
+        self._process = self._pipe = None
+
+    def _send(self, order: tuple[str, Any]) -> None:
+        if self._pipe is None:
+            raise EngineDeadError(f"engine {self.config.name}: not started, or shut down")
+        try:
+            self._pipe.send(order)
+        except OSError:
+            self._receive(0.0)  # its last words, if any
+            raise EngineDeadError(f"engine {self.config.name}: is gone") from None
+
+    def _receive(self, timeout: float) -> bool:
+        """Take one message. False when none came in time."""
+        if self._pipe is None:
+            raise EngineDeadError(f"engine {self.config.name}: not started, or shut down")
+        try:
+            if not self._pipe.poll(max(0.0, timeout)):
+                return False
+            kind, value = self._pipe.recv()
+        except (EOFError, ConnectionResetError):
+            raise EngineDeadError(f"engine {self.config.name}: is gone without a word") from None
+        if kind == "error":
+            raise value
+        if kind == "events":
+            self._events += value
+        elif kind == "stats":
+            self._stats = value
+        elif kind == "digests":
+            self._digests = value
+        elif kind == "ready":
+            self._workers = value
+        return True
+
+    def __repr__(self) -> str:
+        state = "running" if self._process is not None and self._process.is_alive() else "stopped"
+        return f"EngineProcess({self.config.name} {state} workers={len(self._workers)})"
+
+
+def _engine_main(config: EngineConfig, pipe: Connection) -> None:
+    """Body of the engine's process."""
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver decides
+    os.environ.update(config.env)
+    logging.basicConfig(level=logging.WARNING, format=f"{config.name}: %(message)s")
+    core: EngineCore | None = None
+    try:
+        core = EngineCore(config)
+        pipe.send(("ready", core.executor.pids()))
+        _loop(core, pipe)
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        pass  # the driver is gone
+    except (ConfigError, EngineDeadError) as err:
+        _last_words(pipe, err)
+    except Exception as err:  # the driver must hear of it
+        logging.getLogger("kvconn.engine").exception("engine %s failed", config.name)
+        _last_words(pipe, EngineDeadError(f"engine {config.name}: {type(err).__name__}: {err}"))
+    finally:
+        if core is not None:
+            core.close()
+        pipe.close()
+
+
+def _last_words(pipe: Connection, err: Exception) -> None:
+    with contextlib.suppress(OSError):
+        pipe.send(("error", err))
+
+
+def _loop(core: EngineCore, pipe: Connection) -> None:
+    next_stats = 0.0
+    pause = 0.0
+    while True:
+        idle = not core.has_work()
+        if idle:
+            pipe.send(("stats", core.stats()))
+        while pipe.poll(None if idle else pause):
+            idle, pause = False, 0.0
+            order, value = pipe.recv()
+            if order == "stop":
+                return
+            if order == "submit":
+                core.add(value)
+            elif order == "abort":
+                core.abort(value)
+            elif order == "digests":
+                pipe.send(("digests", core.executor.digests(value)))
+        if not core.has_work():
+            continue
+        computed, events = core.step()
+        if events:
+            pipe.send(("events", events))
+        now = time.monotonic()
+        if now >= next_stats:
+            next_stats = now + _STATS_EVERY
+            pipe.send(("stats", core.stats()))
+        pause = 0.0 if computed else _EMPTY_STEP_PAUSE

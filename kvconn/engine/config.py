@@ -1,0 +1,140 @@
+"""What one engine of the reference engine is made of.
+
+Rules
+1. Everything an engine needs to start, in frozen Structs; nothing is read from the environment later.
+2. What cannot work is a ConfigError before a process starts, every problem at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import msgspec
+
+from kvconn.base import GroupView, KVCacheView
+from kvconn.config import KVTransferConfig, ModelView, ParallelConfig, parse_kv_transfer_config
+from kvconn.errors import ConfigError
+
+__all__ = ["EngineConfig", "ModelSpec", "check", "kv_cache_view", "layer_names", "model_view"]
+
+
+class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """The model: sizes in elements, weights from ``seed``.
+
+    ``mode`` ``transformer``: a small decoder in float64. ``content-addressed``: KV is a hash of what it must be, tokens
+    a hash of the KV read.
+    """
+
+    mode: Literal["transformer", "content-addressed"] = "transformer"
+    seed: int = 0
+    n_layers: int = 4
+    d_model: int = 64
+    n_heads: int = 4
+    head_dim: int = 16
+    #: latent row per token: compressed K and V, then the shared positional part
+    latent: int = 48
+    rope: int = 16
+    d_ff: int = 128
+    vocab_size: int = 512
+    #: smallest difference between the two best logits that a run may see; below it equal KV need not mean equal tokens
+    margin_floor: float = 1e-6
+
+    @property
+    def row(self) -> int:
+        """Elements of one token's KV in one layer."""
+        return self.latent + self.rope
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """One engine. ``num_blocks`` of ``block_size`` tokens; ``env`` is set in the engine's processes only.
+
+    ``stall_after``: seconds a release or a receive may be pending before the engine names it.
+    """
+
+    name: str
+    parallel: ParallelConfig = ParallelConfig()
+    kv_transfer_config: dict[str, Any] | None = None
+    num_blocks: int = 256
+    block_size: int = 16
+    max_num_batched_tokens: int = 512
+    max_num_seqs: int = 16
+    model: ModelSpec = ModelSpec()
+    host: str = "127.0.0.1"
+    port: int = 5600
+    env: dict[str, str] = {}
+    stall_after: float = 30.0
+    #: seconds one worker may take for one step, and to start
+    step_timeout: float = 60.0
+    start_timeout: float = 120.0
+    #: the file the ranks meet at; the executor names it
+    store: str = ""
+
+
+def check(config: EngineConfig) -> KVTransferConfig | None:
+    """Raise ConfigError with every problem; return the parsed transfer configuration."""
+    problems = [
+        f"{name}: expected at least {low}, got {value}"
+        for name, value, low in (
+            ("num_blocks", config.num_blocks, 2),
+            ("block_size", config.block_size, 1),
+            ("max_num_batched_tokens", config.max_num_batched_tokens, 1),
+            ("max_num_seqs", config.max_num_seqs, 1),
+            ("parallel.pcp", config.parallel.pcp, 1),
+        )
+        if value < low
+    ]
+    parallel = config.parallel
+    problems += [
+        f"parallel.{name}: the reference engine runs at {name} 1 today, got {size}"
+        for name, size in (("tp", parallel.tp), ("pp", parallel.pp), ("dcp", parallel.dcp))
+        if size != 1
+    ]
+    transfer: KVTransferConfig | None = None
+    if config.kv_transfer_config is not None:
+        try:
+            transfer = parse_kv_transfer_config(config.kv_transfer_config)
+        except ConfigError as err:
+            problems += err.problems
+    if transfer is not None and parallel.pcp > 1:
+        problems += _consumers(config.kv_transfer_config or {}, parallel.pcp)
+    if problems:
+        raise ConfigError([f"engine {config.name}: {problem}" for problem in problems])
+    return transfer
+
+
+def _consumers(transfer: Mapping[str, Any], pcp: int, path: str = "kv_transfer_config") -> list[str]:
+    """NIXL connectors anywhere in ``transfer`` that read: replicated ranks can't all be filled by one read."""
+    problems = []
+    if "Nixl" in str(transfer.get("kv_connector")) and transfer.get("kv_role") != "kv_producer":
+        problems.append(f"{path}.kv_role: with replicated PCP {pcp} only kv_producer works, got {transfer['kv_role']}")
+    extra = transfer.get("kv_connector_extra_config")
+    children = extra.get("connectors", ()) if isinstance(extra, Mapping) else ()
+    for index, child in enumerate(children if isinstance(children, list | tuple) else ()):
+        if isinstance(child, Mapping):
+            problems += _consumers(child, pcp, f"{path}.kv_connector_extra_config.connectors[{index}]")
+    return problems
+
+
+def layer_names(model: ModelSpec) -> tuple[str, ...]:
+    """Cache tensors, one per layer."""
+    return tuple(f"layers.{index}.kv" for index in range(model.n_layers))
+
+
+def kv_cache_view(config: EngineConfig) -> KVCacheView:
+    """The pool, as connectors are told it."""
+    return KVCacheView(config.num_blocks, config.block_size, (GroupView("full", layer_names(config.model)),))
+
+
+def model_view(config: EngineConfig) -> ModelView:
+    """The model, as connectors are told it."""
+    model = config.model
+    return ModelView(
+        name=f"kvconn-reference-{model.mode}-{model.seed}",
+        dtype="float64",
+        num_layers=model.n_layers,
+        num_kv_heads=1,
+        head_size=model.row,
+        block_size=config.block_size,
+        packing="latent",
+    )

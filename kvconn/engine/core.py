@@ -1,0 +1,187 @@
+"""The engine: scheduler, connector's scheduler half, workers and aggregator, step by step.
+
+Rules
+1. A step is schedule, run, update; the clock is read here.
+2. While only delayed releases or remote loads are pending the engine keeps stepping, a millisecond apart (C12).
+3. A release or receive that is pending longer than ``stall_after`` is named once in the log and stays in the stall
+   table: which request, owed by which ranks of which child, since when (C7).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+import uuid
+from collections.abc import Callable
+
+import msgspec
+
+from kvconn.aggregator import KVOutputAggregator
+from kvconn.base import ConnectorRole, Direction, KVConnector
+from kvconn.engine.config import EngineConfig, check, kv_cache_view
+from kvconn.engine.executor import Executor
+from kvconn.engine.request import EngineRequest, Finished, FirstToken
+from kvconn.engine.scheduler import Scheduler
+from kvconn.engine.worker import connector_config
+from kvconn.factory import get_connector_class
+from kvconn.metrics import Stats
+
+__all__ = ["EngineCore", "EngineStats"]
+
+log = logging.getLogger("kvconn.engine")
+
+
+class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
+    """A look at an engine. ``connector`` are its connector's counters, summed over ranks and time."""
+
+    running: int = 0
+    waiting: int = 0
+    parked: int = 0
+    pending_release: int = 0
+    kv_blocks_used: int = 0
+    kv_blocks_total: int = 0
+    prefill_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    external_tokens: int = 0
+    steps: int = 0
+    min_margin: float = math.inf
+    stalls: tuple[str, ...] = ()
+    connector: dict[str, float] = {}
+
+
+class EngineCore:
+    """One engine in this process, its workers in theirs. Raises ConfigError, EngineDeadError."""
+
+    def __init__(self, config: EngineConfig, clock: Callable[[], float] = time.perf_counter) -> None:
+        transfer = check(config)
+        self.config = config
+        self._clock = clock
+        engine_id = (transfer.engine_id if transfer is not None else None) or uuid.uuid4().hex
+        self.executor = Executor(config, transfer, engine_id)
+        self.connector: KVConnector | None = None
+        self.aggregator = KVOutputAggregator(config.parallel.world)
+        self._totals = Stats()
+        self._steps = 0
+        self._margin = math.inf
+        self._named: set[tuple[Direction, str]] = set()
+        try:
+            if transfer is not None:
+                cls = get_connector_class(transfer)
+                self.connector = cls(  # type: ignore[call-arg]  # base.KVConnector documents the constructor
+                    connector_config(config, transfer, engine_id, None), ConnectorRole.SCHEDULER, kv_cache_view(config)
+                )
+                self.aggregator = KVOutputAggregator.from_connector(self.connector, config.parallel.world)
+                self._shake_hands()
+            policy = transfer.kv_load_failure_policy if transfer is not None else "fail"
+            self.scheduler = Scheduler(config, self.connector, self._expect, policy)
+        except BaseException:
+            self.close()
+            raise
+
+    def _shake_hands(self) -> None:
+        """Workers' handshake metadata, by (pp, tp): replicated ranks publish none, so that nothing is overwritten."""
+        published = {(0, 0): m for m in self.executor.handshakes() if m is not None}
+        if self.connector is not None and published:
+            self.connector.set_handshake_metadata(published)
+
+    def _expect(self, direction: Direction, id: str, now: float) -> None:
+        self.aggregator.expect(direction, id, now)
+
+    def add(self, request: EngineRequest) -> None:
+        self.scheduler.add(request, self._clock())
+
+    def abort(self, id: str) -> None:
+        self.scheduler.abort(id, self._clock())
+
+    def has_work(self) -> bool:
+        return self.scheduler.has_work()
+
+    def step(self) -> tuple[bool, list[FirstToken | Finished]]:
+        """One step. Returns whether tokens were computed, and what the driver is told."""
+        step = self.scheduler.schedule(self._clock())
+        metadata = self.connector.build_connector_meta(step.view) if self.connector is not None else None
+        outputs = self.executor.step(step, metadata)
+        self._steps += 1
+        now = self._clock()
+        rank = self.config.parallel.output_rank
+        joined = self.aggregator.aggregate(outputs, rank, now)
+        self._margin = min(self._margin, joined.min_margin)
+        part = joined.kv_connector_output if self.connector is not None else None
+        events = self.scheduler.update(step, joined.tokens, part, now)
+        if self.connector is not None and part is not None:
+            self._count(part.kv_connector_stats)
+            self._count(self.connector.get_kv_connector_stats())
+            for _ in self.connector.take_events():
+                pass  # nobody subscribes to KV events here
+            self._name_stalls(now)
+        return bool(step.requests), events
+
+    def _count(self, stats: Stats | None) -> None:
+        if stats is not None:
+            self._totals = self._totals.aggregate(stats)
+
+    # -- stalls --------------------------------------------------------------------------------------------------
+
+    def _name_stalls(self, now: float) -> None:
+        pending = self.aggregator.pending()
+        overdue = {
+            (owed.direction, owed.id)
+            for owed in pending
+            if owed.since is not None and now - owed.since > self.config.stall_after
+        }
+        news = overdue - self._named
+        self._named = overdue
+        if news:
+            lines = self._explain(now)
+            for _, id in sorted(news):
+                log.error("engine %s stalls: %s", self.config.name, "; ".join(_about(id, lines)))
+
+    def _explain(self, now: float) -> list[str]:
+        """What the aggregator misses (ranks), and what the connector knows (children)."""
+        lines = [
+            f"{owed.direction} of {owed.id}: the aggregator misses ranks {','.join(map(str, owed.ranks))}"
+            + (f" for {now - owed.since:.1f} s" if owed.since is not None else "")
+            for owed in self.aggregator.pending()
+        ]
+        return lines + (self.connector.explain(now) if self.connector is not None else [])
+
+    def stalls(self) -> tuple[str, ...]:
+        """The stall table now: lines about every overdue id; empty when nothing is."""
+        if not self._named:
+            return ()
+        lines = self._explain(self._clock())
+        return tuple(line for _, id in sorted(self._named) for line in _about(id, lines))
+
+    def stats(self) -> EngineStats:
+        scheduler = self.scheduler
+        totals = dict(self._totals.values)
+        totals["duplicates_absorbed"] = (
+            totals.get("duplicates_absorbed", 0) + self.aggregator.duplicates + scheduler.absorbed
+        )
+        return EngineStats(
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            parked=len(scheduler.parked),
+            pending_release=len(scheduler.delayed),
+            kv_blocks_used=scheduler.pool.num_used,
+            kv_blocks_total=scheduler.pool.num_blocks,
+            prefill_tokens=scheduler.prefill_tokens,
+            prefix_hit_tokens=scheduler.prefix_hit_tokens,
+            external_tokens=scheduler.external_tokens,
+            steps=self._steps,
+            min_margin=self._margin,
+            stalls=self.stalls(),
+            connector=totals,
+        )
+
+    def close(self) -> None:
+        """Workers first, then the scheduler half. Idempotent."""
+        self.executor.close()
+        if self.connector is not None:
+            self.connector.shutdown()
+
+
+def _about(id: str, lines: list[str]) -> list[str]:
+    """The lines that name ``id`` as a word of its own."""
+    return [line for line in lines if f" {id} " in line or f" {id}:" in line]

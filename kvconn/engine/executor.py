@@ -1,0 +1,141 @@
+"""An engine's worker processes: started, told, asked, ended.
+
+Rules
+1. Workers are forked from the engine's own process before that has threads, so that torch is imported once.
+2. Every answer has a deadline; a worker that is silent or gone is an EngineDeadError that names its rank.
+3. No worker outlives :meth:`Executor.close` or its engine.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import time
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import msgspec
+
+from kvconn.base import ConnectorMetadata
+from kvconn.config import KVTransferConfig
+from kvconn.engine.config import EngineConfig
+from kvconn.engine.scheduler import Step
+from kvconn.engine.worker import WorkerOutput, worker_main
+from kvconn.errors import EngineDeadError
+
+__all__ = ["Executor"]
+
+_END = 10.0
+
+
+class Executor:
+    """``config.parallel.world`` workers. Raises EngineDeadError when one cannot start."""
+
+    def __init__(self, config: EngineConfig, transfer: KVTransferConfig | None, engine_id: str) -> None:
+        self._config = config
+        self._folder = tempfile.TemporaryDirectory(prefix="kvconn-engine-")
+        config = msgspec.structs.replace(config, store=os.path.join(self._folder.name, "store"))
+        self._processes: list[BaseProcess] = []
+        self._pipes: list[Connection] = []
+        try:
+            for rank in range(config.parallel.world):
+                self._start(config, transfer, engine_id, rank)
+            self._collect(config.start_timeout, "start")
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, config: EngineConfig, transfer: KVTransferConfig | None, engine_id: str, rank: int) -> None:
+        fork = multiprocessing.get_context("fork")
+        ours, theirs = fork.Pipe()
+        process = fork.Process(
+            target=_worker,
+            args=(config, transfer, engine_id, rank, theirs, [*self._pipes, ours]),
+            name=f"kvconn-{config.name}-rank{rank}",
+            daemon=True,
+        )
+        process.start()
+        theirs.close()
+        self._processes.append(process)
+        self._pipes.append(ours)
+
+    def step(self, step: Step, metadata: ConnectorMetadata | None) -> list[WorkerOutput]:
+        """One step on every rank; answers by rank."""
+        return self._all("step", step, metadata)
+
+    def handshakes(self) -> list[Any]:
+        """What every rank publishes, None where it publishes nothing."""
+        return self._all("handshake")
+
+    def digests(self, blocks: list[int]) -> list[str]:
+        """Every rank's hash of these blocks' bytes."""
+        return self._all("digest", blocks)
+
+    def pids(self) -> list[int]:
+        return [process.pid or 0 for process in self._processes]
+
+    def _all(self, order: str, *args: Any) -> list[Any]:
+        for rank, pipe in enumerate(self._pipes):
+            try:
+                pipe.send((order, args))
+            except OSError as err:
+                raise self._dead(rank, f"is gone ({err})") from None
+        return self._collect(self._config.step_timeout, order)
+
+    def _collect(self, timeout: float, what: str) -> list[Any]:
+        deadline = time.monotonic() + timeout
+        return [self._answer(rank, deadline, what) for rank in range(len(self._pipes))]
+
+    def _answer(self, rank: int, deadline: float, what: str) -> Any:
+        pipe = self._pipes[rank]
+        try:
+            if not pipe.poll(max(0.0, deadline - time.monotonic())):
+                raise self._dead(rank, f"did not answer {what!r} in time")
+            fine, value = pipe.recv()
+        except (EOFError, ConnectionResetError):
+            self._processes[rank].join(_END)
+            raise self._dead(rank, f"ended with {self._processes[rank].exitcode} during {what!r}") from None
+        if not fine:
+            raise self._dead(rank, f"failed during {what!r}:\n{value}")
+        return value
+
+    def _dead(self, rank: int, what: str) -> EngineDeadError:
+        return EngineDeadError(f"engine {self._config.name}: rank {rank} {what}")
+
+    def close(self) -> None:
+        """End every worker: asked first, killed at the deadline. Idempotent."""
+        for pipe in self._pipes:
+            try:
+                pipe.send(("stop", ()))
+            except OSError:
+                pass
+        deadline = time.monotonic() + _END
+        for process in self._processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+            if process.is_alive():
+                process.kill()
+                process.join()
+        for pipe in self._pipes:
+            pipe.close()
+        self._processes, self._pipes = [], []
+        self._folder.cleanup()
+
+    def __repr__(self) -> str:
+        alive = sum(process.is_alive() for process in self._processes)
+        return f"Executor({self._config.name} workers={alive}/{len(self._processes)})"
+
+
+def _worker(
+    config: EngineConfig,
+    transfer: KVTransferConfig | None,
+    engine_id: str,
+    rank: int,
+    pipe: Connection,
+    others: list[Connection],
+) -> None:
+    """In the child: let go of the ends that are not ours, so that end of file means what it says."""
+    for other in others:
+        other.close()
+    worker_main(config, transfer, engine_id, rank, pipe)

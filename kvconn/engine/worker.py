@@ -1,0 +1,232 @@
+"""One rank: model, cache, the connector's worker half, in a process of its own.
+
+Rules
+1. The connector is called in vLLM's order: handle_preemptions, bind_connector_metadata, the forward with its layer
+   hooks, start_load_kv (asynchronous loads start after the forward), wait_for_save, the poll, stats, worker metadata,
+   clear_connector_metadata. An empty step is the same without the forward.
+2. A worker obeys one pipe and ends with it: end of file, or the death of its parent, is its end.
+3. What goes wrong here is told to the engine as text; the engine names the rank and ends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import math
+import os
+import signal
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from kvconn.base import ConnectorMetadata, ConnectorRole, KVConnector, KVConnectorOutput, LayerView
+from kvconn.config import ConnectorConfig, KVTransferConfig
+from kvconn.engine.config import EngineConfig, kv_cache_view, layer_names, model_view
+from kvconn.engine.content import ContentAddressed
+from kvconn.engine.model import Model, make_model
+from kvconn.engine.scheduler import Step
+from kvconn.factory import get_connector_class
+
+__all__ = ["WorkerOutput", "connector_config", "die_with_parent", "worker_main"]
+
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass
+class WorkerOutput:
+    """One rank's answer to one step."""
+
+    tokens: dict[str, int] = field(default_factory=dict)
+    kv_connector_output: KVConnectorOutput | None = None
+    min_margin: float = math.inf
+
+
+class Collectives:
+    """gloo among an engine's PCP ranks; with one rank, nothing."""
+
+    def __init__(self, rank: int, world: int, store: str, timeout: float) -> None:
+        self.rank = rank
+        self.world = world
+        if world > 1:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+            dist.init_process_group(
+                "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=timeout)
+            )
+
+    def gather_rows(self, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+        """All ranks' rows in rank order; rank r gives ``counts[r]``. Ranks with none join all the same."""
+        if self.world == 1 or not sum(counts):
+            return rows
+        longest = max(counts)
+        padded = rows.new_zeros(longest, rows.shape[1])
+        padded[: len(rows)] = rows
+        gathered = [torch.empty_like(padded) for _ in counts]
+        dist.all_gather(gathered, padded)
+        return torch.cat([part[:n] for part, n in zip(gathered, counts, strict=True)])
+
+    def total(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum over ranks, on every rank."""
+        if self.world > 1:
+            dist.all_reduce(values)
+        return values
+
+    def close(self) -> None:
+        if self.world > 1:
+            dist.destroy_process_group()
+
+
+class Worker:
+    """One rank's step loop body."""
+
+    def __init__(self, config: EngineConfig, transfer: KVTransferConfig | None, engine_id: str, rank: int) -> None:
+        self._config = config
+        torch.set_num_threads(1)
+        parallel = config.parallel
+        self._collectives = Collectives(rank, parallel.world, config.store, config.step_timeout)
+        self._model: Model = make_model(config, self._collectives)
+        self._names = layer_names(config.model)
+        self._connector: KVConnector | None = None
+        if transfer is not None:
+            cls: Any = get_connector_class(transfer)
+            self._connector = cls(
+                connector_config(config, transfer, engine_id, rank), ConnectorRole.WORKER, kv_cache_view(config)
+            )
+            self._register()
+
+    def _register(self) -> None:
+        layers = {}
+        for name, cache in zip(self._names, self._model.caches, strict=True):
+            length = cache[0].nbytes
+            layers[name] = LayerView(name, cache.data_ptr(), length, length, len(cache))
+        if self._connector is not None:
+            self._connector.register_kv_caches(layers)
+
+    def handshake(self) -> Any:
+        """What this rank publishes."""
+        return self._connector.get_handshake_metadata() if self._connector is not None else None
+
+    def step(self, step: Step, metadata: ConnectorMetadata | None) -> WorkerOutput:
+        """Rule 1."""
+        connector = self._connector
+        if connector is None or metadata is None:
+            return self._output(self._forward(step), None, step)
+        connector.handle_preemptions(metadata)
+        connector.bind_connector_metadata(metadata)
+        tokens = self._forward(step)
+        connector.start_load_kv()
+        connector.wait_for_save()
+        results = connector.get_transfer_results(set(step.view.finished))
+        part = KVConnectorOutput(
+            finished_sending=set(results.finished_sending) or None,
+            finished_recving=set(results.finished_recving) or None,
+            failed_recving=set(results.failed_recving) or None,
+            invalid_block_ids=connector.get_block_ids_with_load_errors(),
+            kv_connector_stats=connector.get_kv_connector_stats(),
+            kv_connector_worker_meta=connector.build_connector_worker_meta(),
+        )
+        connector.clear_connector_metadata()
+        return self._output(tokens, part, step)
+
+    def _forward(self, step: Step) -> dict[str, int]:
+        if not step.requests:
+            return {}
+        return self._model.forward(step.requests, self._before_layer, self._after_layer)
+
+    def _before_layer(self, index: int) -> None:
+        if self._connector is not None:
+            self._connector.wait_for_layer_load(self._names[index])
+
+    def _after_layer(self, index: int) -> None:
+        if self._connector is not None:
+            self._connector.save_kv_layer(self._names[index])
+
+    def _output(self, tokens: dict[str, int], part: KVConnectorOutput | None, step: Step) -> WorkerOutput:
+        if isinstance(self._model, ContentAddressed):
+            self._model.forget(step.view.finished)
+        return WorkerOutput(tokens, part, self._model.min_margin)
+
+    def digest(self, blocks: Sequence[int]) -> str:
+        """sha256 over these blocks' bytes in every layer. For tests: equal on all replicas."""
+        digest = hashlib.sha256()
+        for cache in self._model.caches:
+            digest.update(cache[list(blocks)].contiguous().view(torch.int64).numpy().tobytes())
+        return digest.hexdigest()
+
+    def close(self) -> None:
+        if self._connector is not None:
+            self._connector.shutdown()
+        self._collectives.close()
+
+
+def connector_config(
+    config: EngineConfig, transfer: KVTransferConfig, engine_id: str, rank: int | None
+) -> ConnectorConfig:
+    """What a connector half of this engine is constructed from."""
+    return ConnectorConfig(
+        kv_transfer=transfer,
+        engine_id=engine_id,
+        parallel=config.parallel,
+        model=model_view(config),
+        rank=rank,
+        host=config.host,
+        port=config.port,
+    )
+
+
+def worker_main(
+    config: EngineConfig, transfer: KVTransferConfig | None, engine_id: str, rank: int, pipe: Connection
+) -> None:
+    """Body of a worker process: orders in, answers out, until the pipe ends or says stop."""
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the engine decides when a worker ends
+    os.environ.update(config.env)
+    logging.basicConfig(level=logging.WARNING, format=f"{config.name} rank {rank}: %(message)s")
+    worker: Worker | None = None
+    try:
+        worker = Worker(config, transfer, engine_id, rank)
+        pipe.send((True, None))
+        _obey(worker, pipe)
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        pass  # the engine is gone
+    except Exception as err:  # noqa: BLE001 - whatever it is, the engine must hear of it
+        _tell(pipe, err)
+    finally:
+        if worker is not None:
+            worker.close()
+        pipe.close()
+
+
+def _obey(worker: Worker, pipe: Connection) -> None:
+    while True:
+        order, args = pipe.recv()
+        if order == "stop":
+            return
+        pipe.send((True, getattr(worker, order)(*args)))
+
+
+def _tell(pipe: Connection, err: Exception) -> None:
+    try:
+        pipe.send((False, "".join(traceback.format_exception(err))))
+    except OSError:
+        pass
+
+
+def die_with_parent() -> None:
+    """Ask the kernel to kill this process when its parent ends, however it ends. Linux only; elsewhere the pipe ends."""
+    try:
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    except (OSError, AttributeError):
+        pass
+
+
+def with_store(config: EngineConfig, store: str) -> EngineConfig:
+    """``config`` with the file that its ranks meet at."""
+    return msgspec.structs.replace(config, store=store)

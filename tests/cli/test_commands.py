@@ -1,0 +1,244 @@
+"""The commands over scripted engines: exit codes, what is printed where, and that engines never outlive a command."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from kvconn.cli import job
+from kvconn.cli.app import app
+from kvconn.cli.job import Settings, plan
+from kvconn.errors import ConfigError, EngineDeadError
+from tests.cli.fakes import Fleet
+
+NAMED = "send of line-1 (life 1) owed by NixlConnector ranks 1..7 for 12.0 s"
+
+
+@pytest.fixture
+def kvconn(monkeypatch):
+    """Runs a command over a scripted fleet; afterwards no engine may be alive."""
+    monkeypatch.setattr(job, "STALL_SLACK", 0.1)
+
+    def run(*arguments, script=lambda engines: None):
+        run.fleet = Fleet(script)
+        monkeypatch.setattr(job, "EngineProcess", run.fleet)
+        before = signal.getsignal(signal.SIGTERM)
+        result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+        assert run.fleet.alive == set()
+        assert signal.getsignal(signal.SIGTERM) == before
+        return result
+
+    return run
+
+
+def hide(*lines):
+    """P never releases; it says ``lines`` about that."""
+
+    def script(engines):
+        engines["P"].releases = False
+        engines["P"].stalls = lines
+
+    return script
+
+
+class TestExitCodes:
+    def test_0_fine(self, kvconn):
+        result = kvconn("demo")
+        assert result.exit_code == 0, result.output
+        assert "48 of 48 requests finished, every token right, nothing held" in result.stdout
+        assert "48/48" in result.stdout and "KV blocks in use after drain, P" in result.stdout
+        assert "finished 1/48 | P running 0 waiting" in result.stderr
+        assert set(kvconn.fleet.engines) == {"P", "D", "M"}
+
+    def test_1_mismatch_names_the_request(self, kvconn):
+        def script(engines):
+            engines["D"].wrong = {"line-5"}
+
+        result = kvconn("demo", script=script)
+        assert result.exit_code == 1
+        assert "line-5: token" in result.stdout and "from D (rank 0)" in result.stdout
+        assert "47/48" in result.stdout
+
+    def test_1_a_failed_request_is_named(self, kvconn):
+        def script(engines):
+            engines["P"].errors = {"line-5": "no fence slot"}
+
+        result = kvconn("demo", script=script)
+        assert result.exit_code == 1
+        assert "line-5 failed on P: no fence slot" in result.stdout
+
+    def test_1_leak_names_request_and_ranks(self, kvconn):
+        def script(engines):
+            hide(NAMED)(engines)
+            engines["P"].total_blocks = 100_000
+
+        result = kvconn("demo", "--stall-after", 0.3, script=script)
+        assert result.exit_code == 1
+        assert "leak: P holds" in result.stdout and NAMED in result.stdout
+
+    def test_1_stall_names_request_and_ranks(self, kvconn):
+        result = kvconn("demo", "--stall-after", 0.3, script=hide(NAMED))
+        assert result.exit_code == 1
+        assert "stall: nothing moved" in result.stdout and f"P: {NAMED}" in result.stdout
+        assert "M" not in kvconn.fleet.engines
+
+    def test_1_a_dead_engine(self, kvconn):
+        def script(engines):
+            def poll(timeout):
+                raise EngineDeadError("P: worker 3 is gone, exit code -9")
+
+            engines["P"].poll = poll
+
+        result = kvconn("demo", script=script)
+        assert result.exit_code == 1
+        assert "worker 3 is gone" in result.stderr
+
+    def test_1_a_margin_that_proves_nothing(self, kvconn):
+        def script(engines):
+            engines["D"].min_margin = 1e-15
+
+        result = kvconn("demo", script=script)
+        assert result.exit_code == 1
+        assert "use another --seed" in result.stdout
+
+    @pytest.mark.parametrize(
+        ("arguments", "said"),
+        [
+            (
+                ["demo", "--concurrency", 16, "--requests", 8],
+                "--requests: expected at least as many as --concurrency 16",
+            ),
+            (["demo", "--concurrency", 0], "--concurrency: expected at least 1"),
+            (["demo", "--concurrency", 500], "the trace has only 96 requests"),
+            (["demo", "--contract", "hidden-ranks", "--pcp", 1], "--pcp: hidden-ranks"),
+            (["demo", "--stall-after", 0], "--stall-after: expected seconds > 0"),
+            (["demo", "--stall-after", "nan"], "--stall-after: expected seconds > 0"),
+            (["demo", "--mode", "magic"], "Invalid value"),
+            (["replay"], "Missing option"),
+            (["replay", "--trace", "/no/such"], "cannot be read"),
+            (["replay", "--trace", os.devnull], "holds no requests"),
+            (["replay", "--trace", __file__], "line 1: not JSON"),
+        ],
+    )
+    def test_2_usage(self, kvconn, arguments, said):
+        result = kvconn(*arguments)
+        assert result.exit_code == 2
+        assert said in result.stderr
+        assert kvconn.fleet.engines == {}
+
+    def test_2_a_scale_that_splits_blocks(self, kvconn, tmp_path):
+        with job.shipped_trace() as path:
+            result = kvconn("replay", "--trace", path, "--scale", 64)
+        assert result.exit_code == 2
+        assert "multiple of the block size" in result.stderr
+
+    def test_3_the_fault_happened_and_was_named(self, kvconn):
+        result = kvconn("demo", "--contract", "hidden-ranks", "--stall-after", 0.3, script=hide(NAMED, "noise"))
+        assert result.exit_code == 3
+        assert "of 48 requests never finished; blocks are owed:" in result.stdout
+        assert f"P: {NAMED}" in result.stdout and "noise" not in result.stdout
+        assert "M" not in kvconn.fleet.engines
+
+    def test_1_the_fault_happened_and_nobody_named_it(self, kvconn):
+        result = kvconn("demo", "--contract", "hidden-ranks", "--stall-after", 0.3, script=hide("something is slow"))
+        assert result.exit_code == 1
+        assert "no engine named who owes what" in result.stdout
+
+    def test_1_the_fault_did_not_show(self, kvconn):
+        result = kvconn("demo", "--contract", "hidden-ranks", "--stall-after", 0.3)
+        assert result.exit_code == 1
+        assert "the fault did not show" in result.stdout
+
+    @pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM])
+    def test_130_interrupted(self, kvconn, by):
+        def script(engines):
+            plain = engines["D"].poll
+
+            def poll(timeout):
+                os.kill(os.getpid(), by)
+                return plain(timeout)
+
+            engines["D"].poll = poll
+
+        result = kvconn("demo", script=script)
+        assert result.exit_code == 130
+        assert "interrupted; the engines are shut down" in result.stderr
+
+
+def test_json_is_alone_on_stdout(kvconn):
+    result = kvconn("demo", "--json")
+    told = json.loads(result.stdout)
+    assert told["code"] == result.exit_code == 0
+    assert told["report"]["finished"] == 48
+    assert "replaying 48 requests" in result.stderr
+
+
+@pytest.mark.parametrize(("concurrency", "requests"), [(1, 48), (24, 48), (32, 48), (64, 64)])
+def test_concurrency_raises_the_default_number_of_requests(concurrency, requests):
+    made = plan(Settings(concurrency=concurrency))
+    assert len(made.requests) == requests
+
+
+class TestPlan:
+    def test_prefill_is_the_composition_that_stalled(self):
+        made = plan(Settings())
+        assert made.prefill.parallel.pcp == 8 and made.prefill.parallel.world == 8
+        config = made.prefill.kv_transfer_config
+        nixl, offload = config["kv_connector_extra_config"]["connectors"]
+        assert (config["kv_connector"], config["kv_role"]) == ("MultiConnector", "kv_producer")
+        assert nixl == {"kv_connector": "NixlConnector", "kv_role": "kv_producer"}
+        assert (offload["kv_connector"], offload["kv_role"]) == ("OffloadingConnector", "kv_both")
+        assert offload["kv_connector_extra_config"]["kvconn"] == {"hold": True}
+        assert made.decode.kv_transfer_config == {"kv_connector": "NixlConnector", "kv_role": "kv_consumer"}
+        assert made.monolithic.kv_transfer_config is None
+        assert made.prefill.model == made.decode.model == made.monolithic.model
+        assert made.prefill.port != made.decode.port
+
+    def test_prefills_pool_holds_fewer_than_are_in_flight(self):
+        made = plan(Settings())
+        sizes = [-(-(len(request.prompt) + 1) // 16) for request in made.requests]
+        in_flight = sum(sizes) * 16 / 48
+        assert max(sizes) < made.prefill.num_blocks < max(sizes) + in_flight
+        assert made.prefill.num_blocks < sum(sorted(sizes)[-16:])
+
+    def test_hidden_ranks_is_a_string_of_the_testing_package(self):
+        made = plan(Settings(contract="hidden-ranks"))
+        nixl = made.prefill.kv_transfer_config["kv_connector_extra_config"]["connectors"][0]
+        assert nixl["kv_connector"] == "HiddenRanksNixlConnector"
+        assert nixl["kv_connector_module_path"] == "kvconn.testing.contract"
+        assert made.monolithic is None
+
+    def test_every_problem_comes_at_once(self):
+        with pytest.raises(ConfigError) as caught:
+            plan(Settings(concurrency=0, pcp=0, requests=0))
+        assert len(caught.value.problems) == 3
+
+
+class TestEntryPoint:
+    def test_a_missing_extra_is_one_sentence(self):
+        code = (
+            "import sys, importlib.util as u; find = u.find_spec;"
+            "u.find_spec = lambda name, *a: None if name == 'rich' else find(name, *a);"
+            "from kvconn.cli.main import main; main()"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 2
+        assert done.stderr == "kvconn: the command line needs rich: pip install 'kvconn[cli]'\n"
+
+    def test_help_needs_no_torch(self):
+        code = (
+            "import sys; sys.argv[1:] = ['--help']\n"
+            "from kvconn.cli.main import main\n"
+            "try: main()\nfinally: print('torch' in sys.modules, 'nixl' in sys.modules, file=sys.stderr)"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 0 and "demo" in done.stdout and "replay" in done.stdout
+        assert done.stderr == "False False\n"
+
+    def test_neither_cli_nor_engine_imports_the_testing_package(self):
+        code = "import sys, kvconn.cli.app, kvconn.cli.job; sys.exit('kvconn.testing' in sys.modules)"
+        assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
