@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from importlib import resources
 from pathlib import Path
@@ -24,7 +23,7 @@ import msgspec
 from kvconn.cli.verdict import Contract
 from kvconn.config import ParallelConfig
 from kvconn.engine.client import EngineProcess
-from kvconn.engine.config import EngineConfig, ModelSpec
+from kvconn.engine.config import EngineConfig, ModelSpec, check
 from kvconn.engine.router import (
     Progress,
     ReplayReport,
@@ -42,7 +41,7 @@ __all__ = ["Plan", "Settings", "plan", "run", "shipped_trace"]
 Mode = Literal["transformer", "content-addressed"]
 BLOCK_SIZE = 16
 REQUESTS = 48
-OFFLOAD_BYTES = 256 << 20
+OFFLOAD_BYTES = 64 << 20
 #: how long nothing may move, beyond the age at which engines name a pending release
 STALL_SLACK = 5.0
 STALL_AFTER: dict[Contract, float] = {"world": 30.0, "hidden-ranks": 10.0}
@@ -126,6 +125,8 @@ def plan(settings: Settings) -> Plan:
         num_blocks=decode_blocks(requests, in_flight, BLOCK_SIZE),
         **common,
     )
+    for config in (prefill, decode, monolithic):
+        check(config)
     return Plan(
         requests=tuple(requests),
         concurrency=in_flight,
@@ -221,23 +222,21 @@ def run(job: Plan, watcher: Watcher) -> ReplayReport:
             drain_limit=job.stall_limit,
             on_progress=watcher.progress,
         ).run()
+    floor = job.prefill.model.margin_floor
     if job.monolithic is None or replayed.stall is not None:
-        return make_report(replayed, None)
+        return make_report(replayed, None, floor)
     watcher.phase("running the same requests on one engine, to compare")
     with engines(job.monolithic) as (engine,):
         expected = run_monolithic(engine, job.requests, stall_limit=job.stall_limit, on_progress=watcher.compared)
-    return make_report(replayed, expected)
+    return make_report(replayed, expected, floor)
 
 
 @contextmanager
 def engines(*configs: EngineConfig) -> Iterator[tuple[EngineProcess, ...]]:
-    """Started engines, shut down however the block ends; they start and stop side by side."""
-    made = tuple(EngineProcess(config) for config in configs)
-    with ThreadPoolExecutor(len(made)) as pool:
-        try:
-            for started in [pool.submit(one.start) for one in made]:
-                started.result()
-            yield made
-        finally:
-            for stopped in [pool.submit(one.shutdown) for one in made]:
-                stopped.result()
+    """Started engines, shut down in reverse order however the block ends."""
+    with ExitStack() as shutdowns:
+        made = tuple(EngineProcess(config) for config in configs)
+        for one in made:
+            shutdowns.callback(one.shutdown)
+            one.start()
+        yield made

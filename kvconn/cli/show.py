@@ -8,6 +8,7 @@ Rules
 
 from __future__ import annotations
 
+import math
 import time
 from types import TracebackType
 from typing import Self
@@ -22,7 +23,7 @@ from kvconn.engine.router import Progress, ReplayReport
 
 __all__ = ["View", "print_report"]
 
-LINE_EVERY = 5.0
+LINE_EVERY = 2.0
 
 
 class View:
@@ -118,11 +119,12 @@ def print_report(console: Console, report: ReplayReport, verdict: Verdict) -> No
 def _rows(report: ReplayReport) -> list[tuple[str, str]]:
     right = report.compared - len({wrong.id for wrong in report.mismatches})
     tokens = f"{right}/{report.compared}" if report.compared else "not compared"
+    when = "after drain" if report.stall is None else "at the stall"
     return [
         ("finished", f"{report.finished}/{report.total}"),
         ("tokens equal to a monolithic run", tokens),
-        ("KV blocks in use after drain, P", _use(report.prefill_blocks_used, report.prefill_blocks_total)),
-        ("KV blocks in use after drain, D", _use(report.decode_blocks_used, report.decode_blocks_total)),
+        (f"KV blocks in use {when}, P", _use(report.prefill_blocks_used, report.prefill_blocks_total)),
+        (f"KV blocks in use {when}, D", _use(report.decode_blocks_used, report.decode_blocks_total)),
         ("moved", f"{_size(report.bytes_moved)} in {report.transfers} reads, {report.descriptors} descriptors"),
         ("while reads were in flight", f"{report.gb_per_s:.3f} GB/s"),
         ("P's finish to D's first token, p50", f"{report.handoff_p50_ms:.0f} ms"),
@@ -131,7 +133,7 @@ def _rows(report: ReplayReport) -> list[tuple[str, str]]:
         ("duplicates absorbed", str(report.duplicates_absorbed)),
         ("leases expired", str(report.leases_expired)),
         ("prefix-hit tokens", str(report.prefix_hit_tokens)),
-        ("smallest top-2 margin", f"{report.min_margin:.2e}"),
+        ("smallest top-2 margin", f"{report.min_margin:.2e}" if math.isfinite(report.min_margin) else "not a model"),
         ("wall time of the replay", f"{report.wall_s:.1f} s"),
     ]
 

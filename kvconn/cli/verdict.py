@@ -22,8 +22,6 @@ __all__ = ["FINE", "INTERRUPTED", "NAMED", "USAGE", "WRONG", "Contract", "Verdic
 
 Contract = Literal["world", "hidden-ranks"]
 FINE, WRONG, USAGE, NAMED, INTERRUPTED = 0, 1, 2, 3, 130
-#: below this the argmax of two runs may differ although their KV is equal: the seed proves nothing
-SMALLEST_MARGIN = 1e-9
 MOST = 8
 
 
@@ -41,10 +39,10 @@ def judge(report: ReplayReport, contract: Contract) -> Verdict:
     wrong = [*_failures(report), *_mismatches(report), *_held(report)]
     if report.compared < report.finished:
         wrong.append(f"only {report.compared} of {report.finished} finished requests were compared")
-    if report.min_margin < SMALLEST_MARGIN:
+    if report.min_margin < report.margin_floor:
         wrong.append(
-            f"the smallest top-2 margin is {report.min_margin:.1e}, below {SMALLEST_MARGIN:.0e}: tokens of this seed"
-            " prove nothing; use another --seed"
+            f"the smallest top-2 margin is {report.min_margin:.1e}, below {report.margin_floor:.0e}: tokens of this"
+            " seed prove nothing; use another --seed"
         )
     if wrong:
         return Verdict(WRONG, tuple(wrong))
@@ -104,8 +102,13 @@ def _engine_lines(report: ReplayReport) -> list[tuple[str, ...]]:
 
 
 def _naming(lines: Iterable[str]) -> list[str]:
-    """The lines that name a request, a child, ranks and an age."""
-    return [line for line in lines if re.search(r"\bline-\d+\b.*Connector.*\branks? \d.*\d s\b", line)]
+    """For every request the first line that names it, a child, ranks and an age."""
+    named: dict[str, str] = {}
+    for line in lines:
+        found = re.search(r"\b(line-\d+)\b.*Connector.*\branks? \d.*\d s\b", line)
+        if found is not None:
+            named.setdefault(found[1], line)
+    return [named[id] for id in sorted(named, key=lambda id: int(id.removeprefix("line-")))]
 
 
 def _cut(lines: list[str]) -> list[str]:

@@ -3,8 +3,8 @@
 Rules
 1. A block is free when nobody references it; a free block keeps its content, and can be found by its hash, until it
    is given out again.
-2. Free blocks are given out from the head of one queue. A request's blocks return to its tail in reverse, so that of one
-   prompt the end is forgotten first. (vLLM's order.)
+2. Free blocks are given out from the head of one queue. A request's blocks return to its tail in reverse, so that of
+   one prompt the end is forgotten first. (vLLM's order.)
 3. A block's hash covers its tokens and its predecessor's hash: equal hashes mean equal prefixes.
 No I/O, no clock.
 """

@@ -24,6 +24,7 @@ from kvconn.engine.executor import Executor
 from kvconn.engine.request import EngineRequest, Finished, FirstToken
 from kvconn.engine.scheduler import Scheduler
 from kvconn.engine.worker import connector_config
+from kvconn.errors import ContractError
 from kvconn.factory import get_connector_class
 from kvconn.metrics import Stats
 
@@ -81,9 +82,11 @@ class EngineCore:
 
     def _shake_hands(self) -> None:
         """Workers' handshake metadata, by (pp, tp): replicated ranks publish none, so that nothing is overwritten."""
-        published = {(0, 0): m for m in self.executor.handshakes() if m is not None}
+        published = [(rank, m) for rank, m in enumerate(self.executor.handshakes()) if m is not None]
+        if len(published) > 1:
+            raise ContractError(f"ranks {[rank for rank, _ in published]} all publish themselves as (pp 0, tp 0)")
         if self.connector is not None and published:
-            self.connector.set_handshake_metadata(published)
+            self.connector.set_handshake_metadata({(0, 0): published[0][1]})
 
     def _expect(self, direction: Direction, id: str, now: float) -> None:
         self.aggregator.expect(direction, id, now)
@@ -124,34 +127,31 @@ class EngineCore:
     # -- stalls --------------------------------------------------------------------------------------------------
 
     def _name_stalls(self, now: float) -> None:
-        pending = self.aggregator.pending()
+        after = self.config.stall_after
         overdue = {
-            (owed.direction, owed.id)
-            for owed in pending
-            if owed.since is not None and now - owed.since > self.config.stall_after
+            (o.direction, o.id) for o in self.aggregator.pending() if o.since is not None and now - o.since > after
         }
         news = overdue - self._named
         self._named = overdue
-        if news:
-            lines = self._explain(now)
-            for _, id in sorted(news):
-                log.error("engine %s stalls: %s", self.config.name, "; ".join(_about(id, lines)))
+        for line in self._lines(news, now):
+            log.error("engine %s stalls: %s", self.config.name, line)
 
-    def _explain(self, now: float) -> list[str]:
-        """What the aggregator misses (ranks), and what the connector knows (children)."""
-        lines = [
-            f"{owed.direction} of {owed.id}: the aggregator misses ranks {','.join(map(str, owed.ranks))}"
-            + (f" for {now - owed.since:.1f} s" if owed.since is not None else "")
-            for owed in self.aggregator.pending()
-        ]
-        return lines + (self.connector.explain(now) if self.connector is not None else [])
+    def _lines(self, ids: set[tuple[Direction, str]], now: float) -> list[str]:
+        """One line per id: from the connector, which knows children, else from the aggregator, which knows ranks."""
+        if not ids:
+            return []
+        known = self.connector.explain(now) if self.connector is not None else []
+        lines = []
+        for owed in self.aggregator.pending():
+            if (owed.direction, owed.id) in ids:
+                about = f"{owed.direction} of {owed.id} "
+                missing = f"{about}: the aggregator misses ranks {','.join(map(str, owed.ranks))}"
+                lines.append(next((line for line in known if line.startswith(about)), missing))
+        return lines
 
     def stalls(self) -> tuple[str, ...]:
-        """The stall table now: lines about every overdue id; empty when nothing is."""
-        if not self._named:
-            return ()
-        lines = self._explain(self._clock())
-        return tuple(line for _, id in sorted(self._named) for line in _about(id, lines))
+        """The stall table now: one line about every overdue id; empty when nothing is."""
+        return tuple(self._lines(self._named, self._clock()))
 
     def stats(self) -> EngineStats:
         scheduler = self.scheduler
@@ -180,8 +180,3 @@ class EngineCore:
         self.executor.close()
         if self.connector is not None:
             self.connector.shutdown()
-
-
-def _about(id: str, lines: list[str]) -> list[str]:
-    """The lines that name ``id`` as a word of its own."""
-    return [line for line in lines if f" {id} " in line or f" {id}:" in line]

@@ -8,6 +8,7 @@ Rules
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import tempfile
@@ -107,10 +108,8 @@ class Executor:
     def close(self) -> None:
         """End every worker: asked first, killed at the deadline. Idempotent."""
         for pipe in self._pipes:
-            try:
+            with contextlib.suppress(OSError):
                 pipe.send(("stop", ()))
-            except OSError:
-                pass
         deadline = time.monotonic() + _END
         for process in self._processes:
             process.join(max(0.0, deadline - time.monotonic()))

@@ -18,7 +18,7 @@ from typing import Protocol
 
 import torch
 
-from kvconn.engine.config import EngineConfig, ModelSpec
+from kvconn.engine.config import EngineConfig
 from kvconn.engine.scheduler import Scheduled
 
 __all__ = ["Model", "Ranks", "Transformer", "split"]
@@ -138,7 +138,7 @@ class Transformer:
         return torch.tensor(rows, dtype=torch.long)
 
     def _rows(self, normed: torch.Tensor, weights: dict[str, torch.Tensor], positions: torch.Tensor) -> torch.Tensor:
-        latent, rotary = (normed @ weights["kv"]).split([self._spec.latent, self._spec.rope], dim=-1)
+        latent, rotary = (normed @ weights["kv"]).split_with_sizes([self._spec.latent, self._spec.rope], dim=-1)
         return torch.cat([_norm(latent), _rotate(rotary, positions)], dim=-1)
 
     def _store(self, layer: int, slots: torch.Tensor, rows: torch.Tensor) -> None:
@@ -156,7 +156,7 @@ class Transformer:
         """Attention of this rank's tokens over their requests' cached rows, ``[n, d_model]``."""
         spec = self._spec
         q = (normed @ weights["q"]).view(len(normed), spec.n_heads, spec.head_dim + spec.rope)
-        plain, rotary = q.split([spec.head_dim, spec.rope], dim=-1)
+        plain, rotary = q.split_with_sizes([spec.head_dim, spec.rope], dim=-1)
         absorbed = torch.einsum("nhd,hld->nhl", plain, weights["k_up"])  # keys stay compressed
         rotary = _rotate(rotary, positions[:, None])
         out = torch.empty(len(normed), spec.n_heads, spec.latent, dtype=torch.float64)
@@ -165,7 +165,7 @@ class Transformer:
             here = slice(cursor, cursor + part.n)
             cursor += part.n
             context = self._context(layer, part.scheduled, part.first + part.n)
-            latent, shared = context.split([spec.latent, spec.rope], dim=-1)
+            latent, shared = context.split_with_sizes([spec.latent, spec.rope], dim=-1)
             scores = torch.einsum("nhl,cl->nhc", absorbed[here], latent)
             scores = scores + torch.einsum("nhr,cr->nhc", rotary[here], shared)
             hidden = torch.arange(len(context))[None, :] > positions[here, None]
@@ -235,8 +235,3 @@ def make_model(config: EngineConfig, ranks: Ranks) -> Model:
     from kvconn.engine.content import ContentAddressed
 
     return ContentAddressed(config)
-
-
-def spec_row_bytes(spec: ModelSpec) -> int:
-    """Bytes of one token's KV in one layer."""
-    return spec.row * 8

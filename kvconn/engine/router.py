@@ -50,6 +50,8 @@ POLL = 0.002
 #: seconds between looks at both engines' statistics
 LOOK_EVERY = 0.5
 DRAIN_LOOK = 0.05
+#: statistics are a few tenths of a second old; a drain believes none that may be older than itself
+SETTLE = 0.5
 
 
 class Engine(Protocol):
@@ -140,7 +142,11 @@ class Replayed(msgspec.Struct, frozen=True):
 
 
 class ReplayReport(msgspec.Struct, frozen=True):
-    """The table of a replay. ``compared`` requests were held against the monolithic run."""
+    """The table of a replay. ``compared`` requests were held against the monolithic run.
+
+    ``min_margin``: the smallest difference of the two best logits; below ``margin_floor`` equal KV need not mean equal
+    tokens.
+    """
 
     total: int
     finished: int
@@ -164,7 +170,8 @@ class ReplayReport(msgspec.Struct, frozen=True):
     duplicates_absorbed: int
     leases_expired: int
     prefix_hit_tokens: int
-    min_margin: float | None
+    min_margin: float
+    margin_floor: float
     wall_s: float
 
 
@@ -362,8 +369,9 @@ class Router:
 
     def _drain(self, progress: Progress) -> Progress:
         """Until neither engine holds a block, or ``drain_limit`` is over (C12: delayed frees are work)."""
-        deadline = self._clock() + self._drain_limit
-        while self._clock() < deadline and _leaks(progress):
+        began = self._clock()
+        settled, deadline = began + SETTLE, began + self._drain_limit
+        while (now := self._clock()) < settled or (now < deadline and _leaks(progress)):
             self._prefill.poll(DRAIN_LOOK)
             self._decode.poll(POLL)
             progress = self._look()
@@ -429,7 +437,7 @@ def _sides(progress: Progress) -> tuple[tuple[Side, EngineStats], tuple[Side, En
 # --- comparing ----------------------------------------------------------------------------------------------------
 
 
-def make_report(replayed: Replayed, expected: Mapping[str, Tokens] | None) -> ReplayReport:
+def make_report(replayed: Replayed, expected: Mapping[str, Tokens] | None, margin_floor: float = 0.0) -> ReplayReport:
     """The table; ``expected`` are the monolithic run's tokens, None when there was none."""
     last = replayed.last
     seconds = counter(last.decode, "nixl_xfer_seconds")
@@ -459,6 +467,7 @@ def make_report(replayed: Replayed, expected: Mapping[str, Tokens] | None) -> Re
         leases_expired=int(counter(last.prefill, "nixl_num_kv_expired_reqs")),
         prefix_hit_tokens=hits,
         min_margin=min(last.prefill.min_margin, last.decode.min_margin),
+        margin_floor=margin_floor,
         wall_s=replayed.wall,
     )
 

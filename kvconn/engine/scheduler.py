@@ -95,7 +95,7 @@ class Scheduler:
             return
         request = Request(submitted, self._config.block_size)
         longest = self._config.num_blocks * self._config.block_size
-        if not 1 <= request.n_prompt or request.max_tokens < 1 or request.n_prompt + request.max_tokens - 1 > longest:
+        if request.n_prompt < 1 or request.max_tokens < 1 or request.n_prompt + request.max_tokens - 1 > longest:
             why = f"{request.n_prompt} prompt and {request.max_tokens} new tokens: expected 1.. and at most {longest}"
             self._refuse(submitted, why, now)
             return
@@ -148,9 +148,7 @@ class Scheduler:
             self._choose(request, n, new, chosen, shares, request.n_computed)
         return budget
 
-    def _schedule_waiting(
-        self, chosen: list[Scheduled], shares: list[StepRequest], budget: int, now: float
-    ) -> None:
+    def _schedule_waiting(self, chosen: list[Scheduled], shares: list[StepRequest], budget: int, now: float) -> None:
         later: list[Request] = []
         while self.waiting and budget > 0 and len(self.running) < self._config.max_num_seqs:
             request = self.waiting[0]
@@ -228,7 +226,7 @@ class Scheduler:
         request.blocks, request.n_computed, request.n_cached = [], 0, 0
 
     def _reclaim(self, asking: Request) -> bool:
-        """Requests whose KV came hold every block and none can grow: take the last one's. False when others will free."""
+        """Requests whose KV came hold every block and none can grow: take the last one's. False if others will free."""
         if self.running or self.parked or self.delayed:
             return False
         victim = next((one for one in reversed(self.waiting) if one.blocks and one is not asking), None)

@@ -121,15 +121,14 @@ def _read(file: BinaryIO, name: str) -> list[TraceRow]:
         try:
             row = json.loads(raw)
             found = list(_problems_of_row(row))
+            if not found:
+                sizes = row["input_length"], row["output_length"]
+                rows.append(TraceRow(line, float(row["timestamp"]), *sizes, tuple(row["hash_ids"])))
         except (ValueError, RecursionError) as err:
             found = [f"not JSON: {err}"]
-        if found:
-            problems.extend(f"line {line}: {what}" for what in found)
-            if len(problems) >= MAX_PROBLEMS:
-                break
-        else:
-            sizes = row["input_length"], row["output_length"]
-            rows.append(TraceRow(line, float(row["timestamp"]), *sizes, tuple(row["hash_ids"])))
+        problems.extend(f"line {line}: {what}" for what in found)
+        if len(problems) >= MAX_PROBLEMS:
+            break
     if problems:
         raise ConfigError([f"trace {name!r}, {what}" for what in problems[:MAX_PROBLEMS]])
     if not rows:

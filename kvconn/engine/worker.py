@@ -10,6 +10,7 @@ Rules
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import logging
@@ -23,7 +24,6 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
-import msgspec
 import torch
 import torch.distributed as dist
 
@@ -213,20 +213,11 @@ def _obey(worker: Worker, pipe: Connection) -> None:
 
 
 def _tell(pipe: Connection, err: Exception) -> None:
-    try:
+    with contextlib.suppress(OSError):
         pipe.send((False, "".join(traceback.format_exception(err))))
-    except OSError:
-        pass
 
 
 def die_with_parent() -> None:
-    """Ask the kernel to kill this process when its parent ends, however it ends. Linux only; elsewhere the pipe ends."""
-    try:
+    """Ask Linux to kill this process when its parent ends, however it ends; elsewhere the pipe's end must do."""
+    with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    except (OSError, AttributeError):
-        pass
-
-
-def with_store(config: EngineConfig, store: str) -> EngineConfig:
-    """``config`` with the file that its ranks meet at."""
-    return msgspec.structs.replace(config, store=store)

@@ -31,6 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvconn.errors import TransportError
+from kvconn.transport import blame
 from kvconn.transport.base import Descs, HandleState, MemoryRegion, MemType, Progress, Transport
 from kvconn.transport.ucx import cma_usable, prepare_ucx_env
 
@@ -40,8 +41,10 @@ log = logging.getLogger(__name__)
 
 #: the pump's sleep grows to this when nothing happens: at 1 ms an idle agent costs a few percent of a core (F2).
 IDLE_PAUSE: Final = 1e-3
-#: for this long after a post or a notification the pump does not sleep.
+#: for this long after a post or a notification something is taken to move.
 ACTIVE_FOR: Final = 2e-3
+#: the pump's sleep then. Not zero: a spinning pump takes the interpreter from the thread that computes and polls, which
+#: costs more (8-byte CMA read 0.3 ms instead of 0.15 when both spin) than the kernel's 50 us of slack.
 ACTIVE_PAUSE: Final = 20e-6
 #: how long the pump stays out of a caller's way; the caller progresses the agent itself.
 STAND_BACK: Final = 100e-6
@@ -79,6 +82,19 @@ class _Gate:
 
     def leave(self) -> None:
         self._agent.release()
+
+
+class _Peer:
+    """One loaded agent."""
+
+    __slots__ = ("blob", "lost", "probe")
+
+    def __init__(self, blob: bytes) -> None:
+        self.blob = blob
+        #: its read of no bytes (rule 3), made at the first DONE.
+        self.probe: Any = None
+        #: its connection was seen to have failed.
+        self.lost = False
 
 
 class _Read:
@@ -123,8 +139,7 @@ class NixlTransport(Transport):
         self._reads: dict[int, _Read] = {}
         self._next_handle = 1
         self._posted = 0
-        self._peers: dict[str, Any] = {}  # agent name -> its read of no bytes, or None before the first DONE
-        self._lost: set[str] = set()  # peers whose connection was seen to have failed
+        self._peers: dict[str, _Peer] = {}
         self._regions: list[Any] = []
         self._inbox: deque[tuple[str, bytes]] = deque()
         self._active_until = 0.0
@@ -159,17 +174,16 @@ class NixlTransport(Transport):
                     self._regions.append(agent.register_memory(np.array(rows, np.int64), mem_type))
                 except Exception as err:
                     total = sum(length for _, length, _ in rows)
-                    raise _mapped(err, f"register {len(rows)} {mem_type} regions, {total} bytes") from err
+                    raise blame.mapped(err, f"register {len(rows)} {mem_type} regions, {total} bytes") from err
 
     def metadata(self) -> bytes:
         """The blob another agent needs for :meth:`add_peer`. Call after :meth:`register`."""
         with self._gate:
+            agent = self._open("metadata")
             try:
-                return bytes(self._open("metadata").get_agent_metadata())
-            except TransportError:
-                raise
+                return bytes(agent.get_agent_metadata())
             except Exception as err:
-                raise _mapped(err, "metadata of our own agent") from err
+                raise blame.mapped(err, "metadata of our own agent") from err
 
     def add_peer(self, blob: bytes) -> str:
         """Load a peer's blob, return the agent name in it. Connects to nobody: a dead peer is found out by a read."""
@@ -179,36 +193,42 @@ class NixlTransport(Transport):
                 f"{len(blob) if isinstance(blob, bytes) else 'unknown'}; the peer's handshake is wrong"
             )
         with self._gate:
+            agent = self._open("add_peer")
+            for name, known in self._peers.items():
+                if known.blob == blob:
+                    return name
+                if _names(blob, name):
+                    raise TransportError(
+                        f"add_peer {name}: this peer is known by another blob. Remove it first: NIXL would forget what "
+                        "it knows, under whatever is posted, and for good if this blob is damaged"
+                    )
             try:
-                name = self._open("add_peer").add_remote_agent(blob)
-            except TransportError:
-                raise
+                raw: bytes = agent.add_remote_agent(blob)
+                name = raw.decode()
             except Exception as err:
-                raise _mapped(err, f"add_peer from a blob of {len(blob)} bytes") from err
-            peer = name.decode() if isinstance(name, bytes) else str(name)
-            self._peers.setdefault(peer, None)
-            return peer
+                raise blame.mapped(err, f"add_peer from a blob of {len(blob)} bytes") from err
+            self._peers[name] = _Peer(blob)
+            return name
 
     def remove_peer(self, peer: str) -> None:
         """Forget a peer. Refused while we hold a read from it that is not DONE: release says that it is quiet (C6)."""
         with self._gate:
             agent = self._open("remove_peer")
             if peer not in self._peers:
-                raise _unknown_peer("remove_peer", peer)
+                raise blame.unknown_peer("remove_peer", peer)
             held = [h for h, r in self._reads.items() if r.peer == peer and r.state is not HandleState.DONE]
             if held:
                 raise TransportError(
                     f"remove_peer {peer}: {len(held)} of our reads from it are not known to be quiet (handles "
-                    f"{_some(held)}); removing it would not stop them. A fault of ours: drain the peer first"
+                    f"{blame.some(held)}); removing it would not stop them. A fault of ours: drain the peer first"
                 )
-            probe = self._peers.pop(peer)
-            self._lost.discard(peer)
+            probe = self._peers.pop(peer).probe
             try:
                 if probe is not None:
                     probe.release()
                 agent.remove_remote_agent(peer)
             except Exception as err:
-                raise _mapped(err, f"remove_peer {peer}") from err
+                raise blame.mapped(err, f"remove_peer {peer}") from err
 
     def peer_gone(self, peer: str) -> bool:
         """Whether the connection to this peer has failed, after which nothing read from it lands any more.
@@ -217,15 +237,16 @@ class NixlTransport(Transport):
         between calls. A peer that is stopped, or that nothing was asked of since it died, is not known to be gone.
         """
         with self._gate:
-            if self._agent is None or peer not in self._peers:
+            known = self._peers.get(peer)
+            if known is None:
                 return False
             try:
                 self._drain()  # UCX finishes off what was under way on a failed connection
-                if peer not in self._lost:
-                    self._check_connection(peer)
+                if not known.lost:
+                    self._check_connection(known)
             except Exception as err:  # noqa: BLE001 - nixl's have no common base
                 self._note_loss(peer, err)
-            return peer in self._lost
+            return known.lost
 
     # -- reads
 
@@ -246,27 +267,29 @@ class NixlTransport(Transport):
         Over CMA the copying happens in here. When the error carries a handle, parts may be under way (F4).
         """
         theirs, ours = _parts(remote, local, remote_device, local_device)
-        what = f"read of {len(ours)} parts, {int(ours[:, 1].sum())} bytes from {peer}"
+        nbytes = int(ours[:, 1].sum())
+        what = f"read of {len(ours)} parts, {nbytes} bytes from {peer}"
         with self._gate:
             agent = self._open("post_read")
             if peer not in self._peers:
-                raise _unknown_peer("post_read", peer)
+                raise blame.unknown_peer("post_read", peer)
             try:
                 native = agent.initialize_xfer(
                     "READ", agent.get_xfer_descs(ours, local_mem), agent.get_xfer_descs(theirs, remote_mem), peer
                 )
             except Exception as err:  # nothing was posted
-                raise _mapped(err, what) from err
+                self._note_loss(peer, err)
+                raise blame.mapped(err, what) from err
             handle, self._next_handle = self._next_handle, self._next_handle + 1
-            origin = (ours[:1], local_mem, theirs[:1], remote_mem)
-            read = self._reads[handle] = _Read(peer, int(ours[:, 1].sum()), native, origin)
+            read = self._reads[handle] = _Read(peer, nbytes, native, (ours[:1], local_mem, theirs[:1], remote_mem))
             self._posted += 1
             self._active_until = time.monotonic() + ACTIVE_FOR
             try:
-                self._settle(read, agent.transfer(native))
+                answer = agent.transfer(native)
             except Exception as err:
-                self._fail(read, f"post: {_text(err)}", err)
-                raise _mapped(err, what, handle=handle) from err
+                self._fail(read, f"post: {blame.text(err)}", err)
+                raise blame.mapped(err, what, handle=handle) from err
+            self._settle(read, answer)
             return handle
 
     def poll(self, handle: int) -> HandleState:
@@ -277,7 +300,7 @@ class NixlTransport(Transport):
                 try:
                     self._settle(read, self._agent.check_xfer_state(read.native))
                 except Exception as err:  # noqa: BLE001 - nixl's have no common base
-                    self._fail(read, _text(err), err)
+                    self._fail(read, blame.text(err), err)
             return read.state
 
     def reason(self, handle: int) -> str:
@@ -305,11 +328,11 @@ class NixlTransport(Transport):
         with self._gate:
             agent = self._open("notify")
             if peer not in self._peers:
-                raise _unknown_peer("notify", peer)
+                raise blame.unknown_peer("notify", peer)
             try:
                 agent.send_notif(peer, message)
             except Exception as err:
-                raise _mapped(err, f"notify {peer}, {len(message)} bytes") from err
+                raise blame.mapped(err, f"notify {peer}, {len(message)} bytes") from err
 
     def notifications(self) -> list[tuple[str, bytes]]:
         """Notifications since the last call, as ``(agent name of the sender, bytes)``; progresses the agent (C11)."""
@@ -318,7 +341,7 @@ class NixlTransport(Transport):
                 try:
                     self._drain()
                 except Exception as err:  # noqa: BLE001 - nixl's have no common base
-                    log.warning("%s cannot progress: %s", self.name, _text(err))
+                    log.warning("%s cannot progress: %s", self.name, blame.text(err))
             got = list(self._inbox)
             self._inbox.clear()
             return got
@@ -341,10 +364,10 @@ class NixlTransport(Transport):
                     self._fail(read, "our agent was destroyed")
                 _give_back(read)
             while self._peers:
-                _, probe = self._peers.popitem()
-                if probe is not None:
-                    probe.release()
-                del probe  # NIXL's handles hold the agent, and a loop's last variable would hold a handle
+                _, peer = self._peers.popitem()
+                if peer.probe is not None:
+                    peer.probe.release()
+                    peer.probe = None  # NIXL's handles hold the agent, and this loop's variable outlives the loop
             self._regions.clear()
             native = weakref.ref(self._agent.agent)
             self._agent = None  # the last reference: the destructor runs here
@@ -377,7 +400,11 @@ class NixlTransport(Transport):
         if state is HandleState.ERR:
             self._fail(read, "NIXL says ERR")
         elif state is HandleState.DONE:
-            self._confirm(read)
+            try:
+                self._confirm(read)
+            except Exception as err:  # noqa: BLE001 - nixl's have no common base
+                self._fail(read, f"NIXL says DONE, but its connection has failed: {blame.text(err)}", err)
+                return
             read.state = HandleState.DONE
             self._posted -= 1
 
@@ -388,24 +415,24 @@ class NixlTransport(Transport):
         self._note_loss(read.peer, err)
 
     def _note_loss(self, peer: str, err: Exception | None) -> None:
-        if type(err).__name__ == "nixlRemoteDisconnectError":
-            self._lost.add(peer)
+        if blame.connection_lost(err) and peer in self._peers:
+            self._peers[peer].lost = True
 
     def _confirm(self, read: _Read) -> None:
         """Raise if the connection of a read that is DONE has failed, for then some of its parts have (rule 3)."""
+        peer = self._peers[read.peer]
         self._drain()  # UCX tells of a failed connection from its progress
-        if self._peers[read.peer] is None:
-            self._peers[read.peer] = probe = self._empty_read(read)
-            self._agent.transfer(probe)
+        if peer.probe is None:
+            peer.probe = self._empty_read(read)
+            self._agent.transfer(peer.probe)
         else:
-            self._check_connection(read.peer)
+            self._check_connection(peer)
 
-    def _check_connection(self, peer: str) -> None:
+    def _check_connection(self, peer: _Peer) -> None:
         """Raise if this peer's connection has failed. Says nothing before the first DONE from it."""
-        probe = self._peers[peer]
         # a read of no bytes that is still under way waits behind other reads; it would have failed with them
-        if probe is not None and self._agent.check_xfer_state(probe) != "PROC":
-            self._agent.transfer(probe)
+        if peer.probe is not None and self._agent.check_xfer_state(peer.probe) != "PROC":
+            self._agent.transfer(peer.probe)
 
     def _empty_read(self, read: _Read) -> Any:
         ours, local_mem, theirs, remote_mem = read.origin
@@ -457,7 +484,7 @@ def _pump_round(transport: NixlTransport, last_pause: float) -> float:
             return 0.0
         transport._drain()
     except Exception as err:  # noqa: BLE001 - nothing may end this thread (C9)
-        log.warning("%s: the pump cannot progress: %s", transport.name, _text(err))
+        log.warning("%s: the pump cannot progress: %s", transport.name, blame.text(err))
         return TROUBLE_PAUSE
     finally:
         transport._gate.leave()
@@ -482,7 +509,7 @@ def _make_agent(name: str, progress: Progress, backends: tuple[str, ...], num_th
         )
         agent = api.nixl_agent(name, config)
     except Exception as err:
-        raise _mapped(err, f"create an agent with backends {', '.join(backends)}") from err
+        raise blame.mapped(err, f"create an agent with backends {', '.join(backends)}") from err
     missing = [b for b in backends if b not in agent.backends]
     if missing:
         raise TransportError(
@@ -492,34 +519,44 @@ def _make_agent(name: str, progress: Progress, backends: tuple[str, ...], num_th
     return agent
 
 
+def _names(blob: bytes, name: str) -> bool:
+    """Whether a blob bears this agent's name, as NIXL 1.5 writes a string: length, text, bar."""
+    text = name.encode()
+    return len(text).to_bytes(8, "little") + text + b"|" in blob
+
+
 def _parts(remote: Descs, local: Descs, remote_device: int, local_device: int) -> tuple[Descs, Descs]:
-    """Both sides as NIXL wants them, ``(address, length, device)``, with adjacent parts merged. Ours are checked here
-    because NIXL checks nothing: it would copy the local length from wherever the remote address points."""
+    """Both sides as NIXL wants them, ``(address, length, device)``, with adjacent parts merged.
+
+    They are checked here because NIXL does not: it copies the local length from wherever the remote address points.
+    """
     for side, descs in (("local", local), ("remote", remote)):
-        if descs.ndim != 2 or descs.shape[1:] != (2,) or not len(descs) or not np.issubdtype(descs.dtype, np.integer):
+        if descs.ndim != 2 or descs.shape[1] != 2 or not len(descs) or descs.dtype != np.int64:
             raise TransportError(
                 f"post_read: expected {side} as a non-empty int64 array of shape (n, 2), got {descs.dtype} of shape "
                 f"{descs.shape}; a fault of ours"
             )
-    if len(local) != len(remote) or not np.array_equal(local[:, 1], remote[:, 1]):
+        if descs[:, 0].min() <= 0:  # NIXL lets one pass whose end wraps to zero, and writes there
+            raise TransportError(f"post_read: {side} address {int(descs[:, 0].min())}; a fault of ours")
+    lengths = local[:, 1]
+    if len(local) != len(remote) or (lengths != remote[:, 1]).any():
         raise TransportError(
-            f"post_read: {len(local)} local parts of {int(local[:, 1].sum())} bytes do not pair with {len(remote)} "
+            f"post_read: {len(local)} local parts of {int(lengths.sum())} bytes do not pair with {len(remote)} "
             f"remote parts of {int(remote[:, 1].sum())} bytes; a fault of ours"
         )
-    if int(local[:, 1].min()) <= 0:
-        raise TransportError(f"post_read: a part of {int(local[:, 1].min())} bytes; a fault of ours")
-    follows = np.ones(len(local), np.bool_)
-    follows[0] = False
-    for descs in (local, remote):
-        follows[1:] &= descs[1:, 0] == descs[:-1, 0] + descs[:-1, 1]
-    starts = np.flatnonzero(~follows)
-    lengths = np.add.reduceat(local[:, 1], starts)
-    return _rows(remote[starts, 0], lengths, remote_device), _rows(local[starts, 0], lengths, local_device)
+    if lengths.min() <= 0:
+        raise TransportError(f"post_read: a part of {int(lengths.min())} bytes; a fault of ours")
+    if len(local) > 1:
+        starts = np.ones(len(local), np.bool_)
+        starts[1:] = (np.diff(local[:, 0]) != lengths[:-1]) | (np.diff(remote[:, 0]) != lengths[:-1])
+        first = np.flatnonzero(starts)
+        local, remote, lengths = local[first], remote[first], np.add.reduceat(lengths, first)
+    return _rows(remote, lengths, remote_device), _rows(local, lengths, local_device)
 
 
-def _rows(addresses: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], device: int) -> Descs:
-    rows = np.empty((len(addresses), 3), np.int64)
-    rows[:, 0] = addresses
+def _rows(descs: Descs, lengths: npt.NDArray[np.int64], device: int) -> Descs:
+    rows = np.empty((len(descs), 3), np.int64)
+    rows[:, 0] = descs[:, 0]
     rows[:, 1] = lengths
     rows[:, 2] = device
     return rows
@@ -531,47 +568,4 @@ def _give_back(read: _Read) -> None:
     try:
         native.release()
     except Exception as err:  # noqa: BLE001 - nixl's have no common base
-        log.debug("NIXL keeps a handle of %s: %s", read.peer, _text(err))
-
-
-# -- errors
-
-#: class name in nixl -> whose fault it usually is and what to do.
-_BLAME: Final = {
-    "nixlRemoteDisconnectError": (
-        "the connection to the peer failed: its process ended, the network between us broke, or it took away memory "
-        "that we were reading. Look at the peer's log; a new handshake makes a new connection"
-    ),
-    "nixlNotFoundError": (
-        "no memory registered there, or an agent that was removed. The side whose addresses these are is wrong: "
-        "compare both engines' handshakes"
-    ),
-    "nixlMismatchError": "the blob is not NIXL agent metadata. The peer sent something else, or speaks another NIXL",
-    "nixlInvalidParamError": (
-        "NIXL calls a parameter invalid: a damaged blob, our own blob come back, or addresses of ours that are wrong"
-    ),
-    "nixlBackendError": (
-        "the backend failed. Look for UCX lines on stderr; the usual causes are memory that cannot be registered and "
-        "UCX_TLS without a transport that both sides have"
-    ),
-    "nixlNotSupportedError": "no backend of both agents can do this: compare `backends` on both engines",
-}
-
-
-def _text(err: BaseException) -> str:
-    return f"{type(err).__name__}: {err}"
-
-
-def _mapped(err: Exception, what: str, handle: int | None = None) -> TransportError:
-    blame = _BLAME.get(type(err).__name__, "not a failure that we know of; a fault of ours or of NIXL")
-    under_way = "" if handle is None else " Parts of it may be under way (F4)."
-    return TransportError(f"{what}: {_text(err)}. {blame}.{under_way}", handle=handle)
-
-
-def _unknown_peer(what: str, peer: str) -> TransportError:
-    return TransportError(f"{what}: no peer {peer!r} was added or it was removed; a fault of ours: handshake first")
-
-
-def _some(handles: Sequence[int], limit: int = 5) -> str:
-    shown = ", ".join(map(str, handles[:limit]))
-    return shown if len(handles) <= limit else f"{shown} and {len(handles) - limit} more"
+        log.debug("NIXL keeps a handle of %s: %s", read.peer, blame.text(err))

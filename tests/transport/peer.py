@@ -11,8 +11,8 @@ Rules
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-import gc
 import mmap
 import os
 import signal
@@ -21,18 +21,27 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
 
+from kvconn.transport.base import MemoryRegion
+from kvconn.transport.ucx import prepare_ucx_env
+
 ROOT = Path(__file__).resolve().parents[2]
-Kind = Literal["raw", "transport", "probe"]
+Kind = Literal["raw", "transport"]
+#: of one read: offset in our buffer, address in the peer's memory, length.
+Parts = list[tuple[int, int, int]]
+#: what a test means by a network: between processes of one host UCX would copy with the kernel's help (F5).
 TCP = {"UCX_TLS": "tcp"}
+#: whatever UCX likes, which between processes of one host is CMA where it is permitted.
+ANY = {"UCX_TLS": "all"}
 #: how long a child's own waiting may take; orders get this plus the time to start a python.
 WAIT = 15.0
 
@@ -54,7 +63,7 @@ class Child:
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-W", "error", str(Path(__file__).resolve()), kind, str(theirs.fileno())],
+                [sys.executable, "-W", "error", "-m", "tests.transport.peer", kind, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 env={**os.environ, **(env or {})},
                 cwd=ROOT,
@@ -99,10 +108,14 @@ class Child:
         self._process.kill()
         self._process.wait(WAIT)
 
+    def exit_code(self) -> int:
+        """Wait for the process to end by itself."""
+        return self._process.wait(WAIT)
+
     def _state(self) -> str:
         return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
 
-    def __enter__(self) -> Child:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, err: BaseException | None, tb: TracebackType | None) -> None:
@@ -119,33 +132,88 @@ def until(condition: Callable[[], object], what: str, timeout: float = WAIT, pau
         time.sleep(pause)
 
 
-class Raw:
-    """A bare NIXL agent and one registered buffer: what the facts are measured on."""
+class Memory:
+    """A buffer of this process, and what a test asks about it. Page aligned, so that pages can be protected."""
 
     def __init__(self) -> None:
         self.buf: npt.NDArray[np.uint8] = np.zeros(0, np.uint8)
-        self.agent: Any = None
-        self.handles: list[Any] = []
 
-    def start(self, nbytes: int, fill: int = 0, progress_thread: bool = False) -> tuple[bytes, int]:
-        from nixl._api import nixl_agent, nixl_agent_config
-
-        self.buf = np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)  # page aligned, so that pages can be protected
-        self.buf[:] = fill
-        config = nixl_agent_config(enable_prog_thread=progress_thread, backends=["UCX"])
-        self.agent = nixl_agent(f"raw-{os.getpid()}", config)
-        self.agent.register_memory(np.array([[self.address, nbytes, 0]], np.int64), "DRAM")
-        return self.agent.get_agent_metadata(), self.address
+    def allocate(self, nbytes: int, fill: int) -> None:
+        self.buf = np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
+        self.fill(fill)
 
     @property
     def address(self) -> int:
         return self.buf.ctypes.data
 
+    def fill(self, value: int) -> None:
+        self.buf[:] = value
+
+    def scramble(self, seed: int) -> None:
+        """Bytes that say where they are: a wrong, short or shifted read shows."""
+        self.buf[:] = np.random.default_rng(seed).integers(0, 256, len(self.buf), np.uint8)
+
+    def read(self, offset: int, length: int) -> bytes:
+        return self.buf[offset : offset + length].tobytes()
+
+    def landed(self, value: int) -> int:
+        """How many bytes of the buffer have this value."""
+        return int(np.count_nonzero(self.buf == value))
+
+    def protect(self, offset: int, length: int) -> None:
+        """Make these pages unreadable: who copies from them fails, as on memory that went away after its handshake."""
+        if ctypes.CDLL(None, use_errno=True).mprotect(ctypes.c_void_p(self.address + offset), length, 0):
+            raise OSError(ctypes.get_errno(), "mprotect")
+
+    def cut(self, which: int) -> int:
+        """Shut down one of this process's tcp connections to another one, as a middlebox would; how many there are."""
+        ours: set[Any] = set()
+        peers: list[tuple[socket.socket, Any]] = []
+        for fd in sorted(int(name) for name in os.listdir("/proc/self/fd")):
+            with contextlib.suppress(OSError):  # not a socket, not connected, or the descriptor of the listing itself
+                sock = socket.socket(fileno=os.dup(fd))
+                if sock.family == socket.AF_INET:
+                    peers.append((sock, sock.getpeername()))
+                    ours.add(sock.getsockname())
+        outside = [sock for sock, name in peers if name not in ours]  # an agent is connected to itself too
+        if which < len(outside):
+            outside[which].shutdown(socket.SHUT_RDWR)
+        for sock, _ in peers:
+            sock.close()
+        return len(outside)
+
+    def threads(self) -> list[str]:
+        """The Python threads of this process."""
+        return [thread.name for thread in threading.enumerate()]
+
+    def environment(self, name: str) -> str | None:
+        return os.environ.get(name)
+
+
+class Raw(Memory):
+    """A bare NIXL agent and one registered buffer: what the facts are measured on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.agent: Any = None
+        self.handles: list[Any] = []
+
+    def start(self, nbytes: int, fill: int = 0, progress_thread: bool = False) -> tuple[bytes, int]:
+        """Make the agent; its blob and the buffer's address."""
+        prepare_ucx_env()
+        from nixl._api import nixl_agent, nixl_agent_config  # type: ignore[import-untyped]
+
+        self.allocate(nbytes, fill)
+        config = nixl_agent_config(enable_prog_thread=progress_thread, backends=["UCX"])
+        self.agent = nixl_agent(f"raw-{os.getpid()}", config)
+        self.agent.register_memory(np.array([[self.address, nbytes, 0]], np.int64), "DRAM")
+        return self.agent.get_agent_metadata(), self.address
+
     def add(self, blob: bytes) -> str:
         name: bytes = self.agent.add_remote_agent(blob)
         return name.decode()
 
-    def post(self, peer: str, parts: list[tuple[int, int, int]]) -> tuple[int, str]:
+    def post(self, peer: str, parts: Parts) -> tuple[int, str]:
         """Post one READ of ``(local offset, remote address, length)`` parts; its index and the state post gave."""
         local = np.array([[self.address + off, length, 0] for off, _, length in parts], np.int64)
         remote = np.array([[address, length, 0] for _, address, length in parts], np.int64)
@@ -156,14 +224,18 @@ class Raw:
         return len(self.handles) - 1, str(self.agent.transfer(handle))
 
     def state(self, index: int, polls: int = 1) -> str:
-        """The state after this many polls."""
+        """The state after this many polls; the name of what it raised, if it raised."""
         state = ""
         for _ in range(polls):
-            state = _or_error(lambda: str(self.agent.check_xfer_state(self.handles[index])))
+            try:
+                state = str(self.agent.check_xfer_state(self.handles[index]))
+            except Exception as err:  # noqa: BLE001 - the test names what it expects
+                state = type(err).__name__
         return state
 
-    def wait(self, index: int, *states: str) -> str:
-        until(lambda: self.state(index) in states, f"state {states}, is {self.state(index)}")
+    def ended(self, index: int) -> str:
+        """Poll until the state is no longer PROC."""
+        until(lambda: self.state(index) != "PROC", "a read to end")
         return self.state(index)
 
     def release(self, index: int) -> None:
@@ -182,75 +254,123 @@ class Raw:
                 got.setdefault(name, []).extend(messages)
         return got
 
-    def progress_until(self, fill: int, count: int) -> int:
-        until(lambda: (self.progress(), self.landed(fill) >= count)[1], f"{count} bytes, are {self.landed(fill)}")
-        return self.landed(fill)
-
-    def landed(self, fill: int) -> int:
-        """How many bytes of the buffer have this value."""
-        return int(np.count_nonzero(self.buf == fill))
-
-    def fill(self, value: int) -> None:
-        self.buf[:] = value
-
-    def protect(self, offset: int, length: int) -> None:
-        """Make these pages unreadable: who copies from them fails, as on memory that was unmapped after its handshake."""
-        if ctypes.CDLL(None, use_errno=True).mprotect(ctypes.c_void_p(self.address + offset), length, 0):
-            raise OSError(ctypes.get_errno(), "mprotect")
-
-    def cut(self, which: int) -> int:
-        """Shut down one of this process's tcp connections under UCX, as a middlebox would; how many there are."""
-        found = []
-        for fd in sorted(int(name) for name in os.listdir("/proc/self/fd")):
-            try:
-                sock = socket.socket(fileno=os.dup(fd))
-            except OSError:
-                continue  # not a socket, or the descriptor of the listing itself
-            try:
-                sock.getpeername()
-            except OSError:
-                sock.close()
-                continue
-            if sock.family == socket.AF_INET:
-                found.append(sock)
-            else:
-                sock.close()
-        ours = {sock.getsockname() for sock in found}  # an agent is connected to itself too
-        outside = [sock for sock in found if sock.getpeername() not in ours]
-        for i, sock in enumerate(outside):
-            if i == which:
-                sock.shutdown(socket.SHUT_RDWR)
-        for sock in found:
-            sock.close()
-        return len(outside)
-
     def destroy(self) -> None:
-        """Destroy the agent: its destructor runs when the last reference is gone, handles hold one each."""
-        for handle in self.handles:
-            handle._released = True  # their finalizers would release; destruction is what is measured
-        self.handles.clear()
+        """Destroy the agent under whatever is posted: its destructor runs when the last reference is gone, and every
+        handle holds one."""
+        while self.handles:
+            self.handles.pop()._released = True  # a handle's finalizer would release it; that is another test
+        native = weakref.ref(self.agent.agent)
         self.agent = None
-        gc.collect()
-
-    def mapped(self) -> int:
-        return threading.active_count()
+        if native() is not None:
+            raise RuntimeError("somebody holds the agent")
 
 
-def _or_error(ask: Callable[[], str]) -> str:
-    try:
-        return ask()
-    except Exception as err:
-        return type(err).__name__
+class Served(Memory):
+    """Our transport and one registered buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.transport: Any = None
+
+    def start(self, nbytes: int, fill: int = 0, **kwargs: Any) -> tuple[bytes, int]:
+        """Make the transport; its blob and the buffer's address."""
+        from kvconn.transport.nixl import NixlTransport
+
+        self.allocate(nbytes, fill)
+        self.transport = NixlTransport(**kwargs)
+        self.transport.register([MemoryRegion(self.address, nbytes)])
+        return self.transport.metadata(), self.address
+
+    def post(self, peer: str, parts: Parts) -> int:
+        local = np.array([[self.address + off, length] for off, _, length in parts], np.int64)
+        remote = np.array([[address, length] for _, address, length in parts], np.int64)
+        return int(self.transport.post_read(peer, local, remote))
+
+    def state(self, handle: int) -> str:
+        return str(self.transport.poll(handle).name)
+
+    def ended(self, handle: int) -> str:
+        until(lambda: self.state(handle) != "PENDING", "a read to end", pause=100e-6)
+        return self.state(handle)
+
+    def hear(self, count: int = 1) -> list[tuple[str, bytes]]:
+        """The next notifications, this many at least."""
+        got: list[tuple[str, bytes]] = []
+
+        def enough() -> bool:
+            got.extend(self.transport.notifications())
+            return len(got) >= count
+
+        until(enough, f"{count} notifications", pause=100e-6)
+        return got
+
+    def call(self, method: str, *args: Any) -> Any:
+        """Any method of the transport whose arguments and result travel."""
+        return getattr(self.transport, method)(*args)
+
+    def hammer(self, peer: str, address: int, rounds: int) -> list[str]:
+        """Two threads read and two threads ask for notifications, all on this transport; what went wrong.
+
+        Thread ``k`` reads the peer's 4 KiB page ``k + 2 i`` into its own page, again and again.
+        """
+        wrong: list[str] = []
+        reading = threading.Event()
+        reading.set()
+
+        def reads(k: int) -> None:
+            try:
+                for i in range(rounds):
+                    there = (k + 2 * i) % (len(self.buf) // 4096 - 2) + 2
+                    handle = self.post(peer, [(k * 4096, address + there * 4096, 4096)])
+                    if (state := self.ended(handle)) != "DONE":
+                        wrong.append(f"thread {k} round {i}: {state} {self.transport.reason(handle)}")
+                    self.transport.release(handle)
+            except Exception as err:  # noqa: BLE001 - the test gets it
+                wrong.append(f"thread {k}: {err!r}")
+
+        def asks() -> None:
+            while reading.is_set():
+                self.transport.notifications()
+
+        readers = [threading.Thread(target=reads, args=(k,)) for k in range(2)]
+        askers = [threading.Thread(target=asks) for _ in range(2)]
+        for thread in readers + askers:
+            thread.start()
+        for thread in readers:
+            thread.join(WAIT)
+        reading.clear()
+        for thread in askers:
+            thread.join(WAIT)
+        return wrong + [f"{thread.name} hangs" for thread in readers + askers if thread.is_alive()]
+
+    def forget(self) -> None:
+        """Drop the transport without closing it."""
+        self.transport = None
+
+    def get(self, attribute: str) -> Any:
+        return getattr(self.transport, attribute)
+
+    def repr(self) -> str:
+        return repr(self.transport)
 
 
 def _describe(err: BaseException) -> tuple[str, str, dict[str, Any]]:
-    attrs = {k: v for k, v in vars(err).items() if isinstance(v, (int, str, bytes, type(None)))}
-    return type(err).__name__, str(err), attrs
+    return type(err).__name__, str(err), {k: v for k, v in vars(err).items() if isinstance(v, int | str | None)}
+
+
+def _do_not_import_torch() -> None:
+    """nixl imports all of torch to learn that a CPU build has no CUDA, which is most of a child's start."""
+    with contextlib.suppress(ImportError, AttributeError):
+        import nixl_meta_utils  # type: ignore[import-untyped]
+
+        if nixl_meta_utils._torch_cuda_version_from_disk() is None:
+            nixl_meta_utils.detect_cuda_major = lambda: None
 
 
 def main(kind: str, fd: int) -> None:
+    _do_not_import_torch()
     conn = Connection(fd)
-    target = {"raw": Raw}[kind]()
+    target: Memory = {"raw": Raw, "transport": Served}[kind]()
     while True:
         try:
             order, args, kwargs = conn.recv()
@@ -258,11 +378,10 @@ def main(kind: str, fd: int) -> None:
             return
         try:
             answer = (True, getattr(target, order)(*args, **kwargs))
-        except Exception as err:
+        except Exception as err:  # noqa: BLE001 - the test gets it as ChildError
             answer = (False, _describe(err))
         conn.send(answer)
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
     main(sys.argv[1], int(sys.argv[2]))

@@ -1,0 +1,418 @@
+"""NixlTransport between processes, over CMA where that is permitted, over tcp, and over what is left without CMA."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from kvconn.errors import TransportError
+from kvconn.transport import nixl, ucx
+from tests.transport.peer import ANY, ROOT, TCP, Child, ChildError, until
+
+pytestmark = pytest.mark.timeout(60)
+
+MIB = 1 << 20
+SIZE = 16 * MIB
+PAGE = 4096
+PUMP = "kvconn-nixl-pump"
+
+needs_cma = pytest.mark.skipif(not ucx.cma_usable(), reason="process_vm_readv between processes is not permitted here")
+CMA = pytest.param(ANY, id="cma", marks=needs_cma)
+OVER_TCP = pytest.param(TCP, id="tcp")
+NO_CMA = pytest.param({"UCX_TLS": "^cma"}, id="without-cma")
+
+
+class Pair(NamedTuple):
+    """D reads, P is read."""
+
+    d: Child
+    p: Child
+    d_name: str
+    p_name: str
+    p_blob: bytes
+    p_address: int
+
+    def post(self, *parts: tuple[int, int]) -> int:
+        """D posts a read of ``(offset, length)`` parts, at the same offsets on both sides."""
+        return int(self.d("post", self.p_name, [(off, self.p_address + off, length) for off, length in parts]))
+
+    def meet(self) -> None:
+        handle = self.post((0, 8))
+        assert self.d("ended", handle) == "DONE"
+        self.d("call", "release", handle)
+
+
+def make_pair(stack: ExitStack, env: dict[str, str], **kwargs: object) -> Pair:
+    d, p = (stack.enter_context(Child("transport", env)) for _ in range(2))
+    p.send("start", SIZE, **kwargs)
+    d.send("start", SIZE, **kwargs)
+    (p_blob, p_address), (d_blob, _) = p.receive(), d.receive()
+    return Pair(d, p, p("call", "add_peer", d_blob), d("call", "add_peer", p_blob), p_blob, p_address)
+
+
+@pytest.fixture(scope="module", params=[CMA, OVER_TCP, NO_CMA])
+def shared(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    """For tests that leave both sides as they found them."""
+    with ExitStack() as stack:
+        yield make_pair(stack, request.param)
+
+
+@pytest.fixture
+def own(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    """For tests that stop, kill or close a side."""
+    with ExitStack() as stack:
+        yield make_pair(stack, getattr(request, "param", TCP))
+
+
+# -- what works
+
+
+def test_bytes_are_exact(shared: Pair) -> None:
+    shared.p("scramble", 1)
+    shared.d("scramble", 2)
+    before = shared.d("read", 0, SIZE)
+    rng = np.random.default_rng(3)
+    cuts = np.sort(rng.choice(np.arange(1, SIZE), 400, replace=False))
+    ranges = list(zip(cuts[:-1].tolist(), np.diff(cuts).tolist(), strict=True))
+    chosen = [ranges[i] for i in rng.permutation(len(ranges))[:200]]
+
+    handle = shared.post(*chosen)
+
+    assert shared.d("ended", handle) == "DONE"
+    assert shared.d("call", "reason", handle) == ""
+    shared.d("call", "release", handle)
+    expected, source = bytearray(before), shared.p("read", 0, SIZE)
+    for off, length in chosen:
+        expected[off : off + length] = source[off : off + length]
+    assert shared.d("read", 0, SIZE) == bytes(expected)
+
+
+def test_local_and_remote_places_need_not_agree(shared: Pair) -> None:
+    shared.p("scramble", 4)
+    parts = [(i * PAGE, (255 - i) * PAGE) for i in range(256)]
+    handle = shared.d("post", shared.p_name, [(here, shared.p_address + there, PAGE) for here, there in parts])
+    assert shared.d("ended", handle) == "DONE"
+    shared.d("call", "release", handle)
+    here, there = shared.d("read", 0, MIB), shared.p("read", 0, MIB)
+    assert all(here[a : a + PAGE] == there[b : b + PAGE] for a, b in parts)
+
+
+def test_notifications_name_their_sender_and_keep_their_order(shared: Pair) -> None:
+    messages = [b"%d" % i for i in range(100)] + [b"", bytes(range(256))]
+    for message in messages:
+        shared.d("call", "notify", shared.p_name, message)
+    assert shared.p("hear", len(messages)) == [(shared.d_name, message) for message in messages]
+    shared.p("call", "notify", shared.d_name, b"back")
+    assert shared.d("hear") == [(shared.p_name, b"back")]
+    assert shared.d("call", "notifications") == []
+
+
+def test_threads_share_one_agent(shared: Pair) -> None:
+    shared.p("scramble", 5)
+    assert shared.d("hammer", shared.p_name, shared.p_address, 300) == []
+    last = SIZE // PAGE - 2
+    for k in range(2):
+        there = (k + 2 * 299) % last + 2
+        assert shared.d("read", k * PAGE, PAGE) == shared.p("read", there * PAGE, PAGE)
+
+
+def test_adding_a_peer_again_is_harmless(shared: Pair) -> None:
+    assert shared.d("call", "add_peer", shared.p_blob) == shared.p_name
+    shared.meet()
+
+
+def test_a_removed_peer_can_come_back(shared: Pair) -> None:
+    shared.meet()
+    shared.d("call", "remove_peer", shared.p_name)
+    with pytest.raises(ChildError, match="no peer"):
+        shared.post((0, 8))
+    assert shared.d("call", "add_peer", shared.p_blob) == shared.p_name
+    shared.meet()
+
+
+def test_repr_is_one_readable_line(shared: Pair) -> None:
+    text = shared.d("repr")
+    assert "\n" not in text
+    assert text.startswith(
+        f"<NixlTransport {shared.d_name} progress=pump backends=UCX regions=1 peers=1 reads=0 posted"
+    )
+
+
+@pytest.mark.parametrize("progress", ["nixl", "poll"])
+def test_other_ways_of_progress(progress: str) -> None:
+    with ExitStack() as stack:
+        pair = make_pair(stack, TCP, progress=progress)
+        assert PUMP not in pair.d("threads")
+        pair.p("scramble", 6)
+        handle = pair.post((0, MIB))
+        if progress == "poll":  # nobody moves but who is told to
+            assert pair.d("state", handle) == "PENDING"
+            until(
+                lambda: (pair.p("call", "notifications"), pair.d("state", handle))[1] != "PENDING", "both sides to poll"
+            )
+        assert pair.d("ended", handle) == "DONE"
+        assert pair.d("read", 0, MIB) == pair.p("read", 0, MIB)
+
+
+# -- what is refused
+
+
+@pytest.mark.parametrize("blob", [b"", b"x", b"nixlSerDes|", bytes(1000)])
+def test_a_bad_blob_is_an_error_of_ours(shared: Pair, blob: bytes) -> None:
+    with pytest.raises(ChildError, match="add_peer") as caught:
+        shared.d("call", "add_peer", blob)
+    assert caught.value.type_name == "TransportError"
+
+
+def test_a_damaged_blob_of_a_known_peer_does_no_harm(shared: Pair) -> None:
+    """NIXL forgets an agent for good when a damaged blob bears its name; so it never sees one."""
+    for end in range(1, len(shared.p_blob), 7):
+        with pytest.raises(ChildError) as caught:
+            shared.d("call", "add_peer", shared.p_blob[:end])
+        assert caught.value.type_name == "TransportError"
+    with pytest.raises(ChildError, match="known by another blob"):
+        shared.d("call", "add_peer", shared.p_blob[:-1])
+    shared.meet()
+
+
+def test_our_own_blob_is_refused(shared: Pair) -> None:
+    with pytest.raises(ChildError, match="INVALID_PARAM"):
+        shared.d("call", "add_peer", shared.d("call", "metadata"))
+
+
+def test_unknown_peers_and_handles_are_named(shared: Pair) -> None:
+    for order in (("post", "nobody", [(0, 1 << 20, 8)]), ("call", "notify", "nobody", b"x")):
+        with pytest.raises(ChildError, match="no peer 'nobody'"):
+            shared.d(*order)
+    with pytest.raises(ChildError, match="no peer 'nobody'"):
+        shared.d("call", "remove_peer", "nobody")
+    assert shared.d("call", "peer_gone", "nobody") is False
+    for method in ("poll", "release", "reason"):
+        with pytest.raises(ChildError, match=r"handle 99999 was never posted"):
+            shared.d("call", method, 99999)
+
+
+def test_memory_that_nobody_registered_is_refused_before_anything_is_posted(shared: Pair) -> None:
+    for local, remote in ((0, shared.p_address + SIZE - 8), (SIZE - 8, shared.p_address)):
+        with pytest.raises(ChildError, match="NOT_FOUND") as caught:
+            shared.d("post", shared.p_name, [(local, remote, 64)])
+        assert caught.value.attrs["handle"] is None
+    shared.meet()
+
+
+@pytest.mark.parametrize(
+    ("local", "remote", "says"),
+    [
+        ([[100, 8]], [[100, 9]], "do not pair"),
+        ([[100, 8], [200, 8]], [[100, 8]], "do not pair"),
+        ([[-8, 8]], [[100, 8]], "local address -8"),
+        ([[100, 8]], [[0, 8]], "remote address 0"),
+        ([[100, 0]], [[100, 0]], "a part of 0 bytes"),
+        ([[100, 8, 0]], [[100, 8, 0]], "shape"),
+    ],
+)
+def test_descriptors_are_checked(local: list[list[int]], remote: list[list[int]], says: str) -> None:
+    with pytest.raises(TransportError, match=says):
+        nixl._parts(np.array(remote, np.int64), np.array(local, np.int64), 0, 0)
+
+
+def test_empty_and_mistyped_descriptors_are_refused() -> None:
+    good = np.array([[100, 8]], np.int64)
+    bad: Any
+    for bad in (np.empty((0, 2), np.int64), good.astype(np.uint64), good.astype(np.float64), good[0]):
+        with pytest.raises(TransportError, match="expected local"):
+            nixl._parts(good, bad, 0, 0)
+
+
+def test_adjacent_parts_are_merged_only_when_both_sides_go_on() -> None:
+    local = np.array([[100, 10], [110, 20], [130, 5], [200, 5]], np.int64)
+    remote = np.array([[1000, 10], [1010, 20], [1999, 5], [2004, 5]], np.int64)
+    theirs, ours = nixl._parts(remote, local, 3, 4)
+    assert ours.tolist() == [[100, 30, 4], [130, 5, 4], [200, 5, 4]]
+    assert theirs.tolist() == [[1000, 30, 3], [1999, 5, 3], [2004, 5, 3]]
+
+
+def test_a_backend_that_is_not_there_is_the_operators_fault() -> None:
+    with Child("transport", TCP) as child, pytest.raises(ChildError, match="no backend NOPE"):
+        child("start", SIZE, backends=("NOPE",))
+
+
+# -- when the other side fails
+
+
+def test_a_read_under_way_cannot_be_released_nor_its_peer_removed(own: Pair) -> None:
+    own.meet()
+    own.p.stop()
+    handle = own.post((0, SIZE))
+    assert own.d("state", handle) == "PENDING"
+    with pytest.raises(ChildError, match="still on their way"):
+        own.d("call", "release", handle)
+    with pytest.raises(ChildError, match="not known to be quiet"):
+        own.d("call", "remove_peer", own.p_name)
+    assert own.d("call", "peer_gone", own.p_name) is False
+    own.p.cont()
+    assert own.d("ended", handle) == "DONE"
+    own.d("call", "remove_peer", own.p_name)
+    own.d("call", "release", handle)
+
+
+def test_a_dead_peer_is_err_then_gone(own: Pair) -> None:
+    own.meet()
+    own.p.stop()
+    handle = own.post((0, SIZE))
+    own.p.kill()
+    assert own.d("ended", handle) == "ERR"
+    assert "nixlRemoteDisconnectError" in own.d("call", "reason", handle)
+    assert own.d("call", "peer_gone", own.p_name) is True
+    with pytest.raises(ChildError, match="not known to be quiet"):
+        own.d("call", "remove_peer", own.p_name)
+    with pytest.raises(ChildError, match="the connection to the peer failed") as caught:
+        own.post((0, 8))
+    assert own.d("state", caught.value.attrs["handle"]) == "ERR"
+    with pytest.raises(ChildError, match="the connection to the peer failed"):
+        own.d("call", "notify", own.p_name, b"x")
+    for h in (handle, caught.value.attrs["handle"]):
+        own.d("call", "release", h)
+    own.d("call", "remove_peer", own.p_name)
+
+
+def test_a_death_between_reads_is_found_out(own: Pair) -> None:
+    own.meet()
+    assert own.d("call", "peer_gone", own.p_name) is False
+    own.p.kill()
+    until(lambda: own.d("call", "peer_gone", own.p_name), "the lost connection to be seen")
+
+
+@pytest.mark.parametrize("own", [CMA], indirect=True)
+def test_done_is_not_taken_on_trust(own: Pair) -> None:
+    """F7: NIXL says DONE although the first part could not be read."""
+    for _ in range(5):
+        own.meet()
+        own.p("protect", SIZE - PAGE, PAGE)
+        try:
+            handle = own.post((SIZE - PAGE, PAGE), (PAGE, MIB))
+        except ChildError as err:
+            handle = err.attrs["handle"]
+        assert own.d("ended", handle) == "ERR"
+        assert own.d("call", "peer_gone", own.p_name) is True
+        own.d("call", "release", handle)
+        own.d("call", "remove_peer", own.p_name)
+        own.d("call", "add_peer", own.p_blob)
+
+
+def test_unread_notifications_are_bounded_and_counted() -> None:
+    with ExitStack() as stack:
+        pair = make_pair(stack, TCP, max_notifications=4)
+        for i in range(10):
+            pair.d("call", "notify", pair.p_name, b"%d" % i)
+        until(lambda: pair.p("get", "dropped_notifications") == 6, "six to be dropped")
+        assert pair.p("call", "notifications") == [(pair.d_name, b"%d" % i) for i in range(4)]
+        pair.d("call", "notify", pair.p_name, b"again")
+        assert pair.p("hear") == [(pair.d_name, b"again")]
+        assert "6 dropped" in pair.p("repr")
+
+
+# -- the end
+
+
+def test_close_is_idempotent_and_nothing_lands_after(own: Pair) -> None:
+    own.meet()
+    own.p("fill", 7)
+    assert PUMP in own.d("threads")
+    own.p.stop()
+    handle = own.post((PAGE, PAGE))  # one fragment: with more, F6 would kill P before it could prove anything
+    assert own.d("state", handle) == "PENDING"
+
+    own.d("call", "close")
+    own.d("call", "close")
+
+    assert PUMP not in own.d("threads")
+    assert own.d("state", handle) == "ERR"
+    assert own.d("call", "reason", handle) == "our agent was destroyed"
+    own.p.cont()
+    own.p("call", "notifications")
+    own.p("call", "notifications")
+    assert own.d("landed", 7) == 0
+    assert own.d("call", "notifications") == []
+    own.d("call", "release", handle)
+    assert "closed" in own.d("repr")
+    for method, *args in (("metadata",), ("add_peer", own.p_blob), ("notify", own.p_name, b"x")):
+        with pytest.raises(ChildError, match="is closed; make a new one"):
+            own.d("call", method, *args)
+
+
+@pytest.mark.parametrize("own", [CMA, OVER_TCP], indirect=True)
+def test_a_new_agent_after_the_old_one_was_closed(own: Pair) -> None:
+    """What the worker does when quarantine is over age."""
+    own.meet()
+    own.d("call", "close")
+    d_blob, _ = own.d("start", SIZE)
+    own.p("call", "add_peer", d_blob)
+    assert own.d("call", "add_peer", own.p_blob) == own.p_name
+    own.p("scramble", 8)
+    handle = own.post((0, SIZE))
+    assert own.d("ended", handle) == "DONE"
+    assert own.d("read", 0, SIZE) == own.p("read", 0, SIZE)
+
+
+def test_a_forgotten_transport_ends(own: Pair) -> None:
+    own.meet()
+    own.d("forget")
+    until(lambda: PUMP not in own.d("threads"), "the pump to end")
+    until(lambda: own.p("call", "peer_gone", own.d_name) or _notify_fails(own.p, own.d_name), "the agent to be gone")
+
+
+def _notify_fails(child: Child, peer: str) -> bool:
+    try:
+        child("call", "notify", peer, b"are you there")
+    except ChildError:
+        return True
+    return False
+
+
+# -- the environment
+
+
+def test_without_cma_ucx_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ucx, "cma_usable", lambda: False)
+    monkeypatch.setattr(os, "environ", {})
+    ucx.prepare_ucx_env()
+    assert os.environ["UCX_TLS"] == "^cma"
+    assert os.environ["UCX_LOG_FILE"] == "stderr"
+
+
+def test_what_the_user_set_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    def must_not_ask() -> bool:
+        raise AssertionError("UCX_TLS is set, nobody needs to know")
+
+    theirs = {"UCX_TLS": "rc,tcp", "UCX_LOG_LEVEL": "debug", "UCX_LOG_FILE": "x", "NIXL_LOG_LEVEL": "TRACE"}
+    monkeypatch.setattr(ucx, "cma_usable", must_not_ask)
+    monkeypatch.setattr(os, "environ", dict(theirs))
+    ucx.prepare_ucx_env()
+    assert os.environ == theirs
+
+
+def test_where_cma_is_usable_nothing_is_forced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ucx, "cma_usable", lambda: True)
+    monkeypatch.setattr(os, "environ", {})
+    ucx.prepare_ucx_env()
+    assert "UCX_TLS" not in os.environ
+
+
+def test_the_probe_notices_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    refusing = ucx._CMA_PROBE.replace("libc.process_vm_readv(", "(lambda *_: -1)(")
+    assert refusing != ucx._CMA_PROBE
+    monkeypatch.setattr(ucx, "_CMA_PROBE", refusing)
+    assert ucx.cma_usable.__wrapped__() is False
+
+
+def test_nixl_is_loaded_only_when_an_agent_is_made() -> None:
+    code = "import sys, kvconn.transport.nixl; sys.exit(any(m.split('.')[0] in ('nixl', 'torch') for m in sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False, timeout=60).returncode == 0
