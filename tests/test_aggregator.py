@@ -217,13 +217,21 @@ class TestExpect:
 
     def test_expect_forgets_a_completion_that_nobody_fetched(self) -> None:
         aggregator = KVOutputAggregator(2)
+        aggregator.aggregate([sent("r"), None])
+        aggregator.aggregate([received("q", failed=("q",)), None])
         assert aggregator.aggregate([None, sent("r")]) is None
         assert aggregator.aggregate([None, received("q")]) is None
+        assert aggregator.pending() == []
         aggregator.expect("send", "r")
-        assert part(aggregator.aggregate([sent("r"), None])).finished_sending is None
+        aggregator.expect("recv", "q")
+        result = part(aggregator.aggregate([sent("r"), None]))
+        assert (result.finished_sending, result.finished_recving, result.failed_recving) == (None, None, None)
+        again = part(aggregator.aggregate([received("q"), received("q")]))
+        assert (again.finished_recving, again.failed_recving) == ({"q"}, None)
 
     def test_expected_entries_are_not_dropped_to_stay_bounded(self) -> None:
         aggregator = KVOutputAggregator(2, memory=3)
+        aggregator.aggregate([sent("r0"), None])  # nobody expected it yet
         for index in range(10):
             aggregator.expect("send", f"r{index}")
         for index in range(20):

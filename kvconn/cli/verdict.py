@@ -53,9 +53,10 @@ def _judge_hidden(report: ReplayReport) -> Verdict:
     others = [*_failures(report), *_mismatches(report)]
     if report.stall is None and not report.leaks:
         return Verdict(WRONG, ("hidden-ranks: the fault did not show: nothing stalled and nothing is held", *others))
-    named = _naming(line for lines in _engine_lines(report) for line in lines)
-    if not named:
-        return Verdict(WRONG, ("hidden-ranks: stalled, but no engine named who owes what", *_held(report), *others))
+    named, held = _naming(line for lines in _engine_lines(report) for line in lines), _pending(report)
+    if not named or len(named) < held:
+        head = f"hidden-ranks: stalled, but of {held} pending releases only {len(named)} were named"
+        return Verdict(WRONG, (head, *_held(report), *others))
     if others:
         return Verdict(WRONG, ("hidden-ranks: stalled and named, but something else is wrong", *others))
     left = report.total - report.finished
@@ -99,6 +100,12 @@ def _held(report: ReplayReport) -> list[str]:
 
 def _engine_lines(report: ReplayReport) -> list[tuple[str, ...]]:
     return [report.stall.lines if report.stall is not None else (), *(leak.lines for leak in report.leaks)]
+
+
+def _pending(report: ReplayReport) -> int:
+    if report.stall is not None:
+        return report.stall.last.prefill.pending_release + report.stall.last.decode.pending_release
+    return sum(leak.pending_release for leak in report.leaks)
 
 
 def _naming(lines: Iterable[str]) -> list[str]:

@@ -48,7 +48,7 @@ Side = Literal["P", "D"]
 Tokens = tuple[int, ...]
 POLL = 0.002
 #: seconds between looks at both engines' statistics
-LOOK_EVERY = 0.5
+LOOK_EVERY = 0.25
 DRAIN_LOOK = 0.05
 #: statistics are a few tenths of a second old; a drain believes none that may be older than itself
 SETTLE = 0.5

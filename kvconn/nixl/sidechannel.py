@@ -145,18 +145,20 @@ class HandshakeClient:
     def _run(self) -> None:
         poller = zmq.Poller()
         poller.register(self._wake_in, zmq.POLLIN)
-        while not self._stop.is_set():
-            for socket, _ in poller.poll(self._wait_ms()):
-                if socket is self._wake_in:
-                    self._wake_in.recv()
-                else:
-                    self._receive(poller, socket)
-            while self._asks:
-                self._ask(poller, *self._asks.popleft())
-            self._expire(poller)
-        for socket in self._pending:
-            socket.close()
-        self._wake_in.close()
+        try:
+            while not self._stop.is_set():
+                for socket, _ in poller.poll(self._wait_ms()):
+                    if socket is self._wake_in:
+                        self._wake_in.recv()
+                    else:
+                        self._receive(poller, socket)
+                while self._asks:
+                    self._ask(poller, *self._asks.popleft())
+                self._expire(poller)
+        finally:  # an open socket would hang close()
+            for socket in self._pending:
+                socket.close()
+            self._wake_in.close()
 
     def _wait_ms(self) -> int:
         if not self._pending:

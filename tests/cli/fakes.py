@@ -50,7 +50,9 @@ class FakeEngine:
         self.reasons: dict[str, FinishReason] = {}
         self.wrong: set[str] = set()
         self.silent: set[str] = set()
+        #: what it says, and what it says about every request that it holds
         self.stalls: tuple[str, ...] = ()
+        self.names = ""
         self.connector: dict[str, float] = {}
         self.min_margin = 1.0
         self.most_held = 0
@@ -78,7 +80,7 @@ class FakeEngine:
             kv_blocks_used=sum(self.held.values()),
             kv_blocks_total=self.total_blocks,
             min_margin=self.min_margin,
-            stalls=self.stalls,
+            stalls=self.stalls + tuple(self.names.format(id=id) for id in self.held if self.names),
             connector=self.connector,
         )
 

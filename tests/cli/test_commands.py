@@ -15,7 +15,8 @@ from kvconn.cli.job import Settings, plan
 from kvconn.errors import ConfigError, EngineDeadError
 from tests.cli.fakes import Fleet
 
-NAMED = "send of line-1 (life 1) owed by NixlConnector ranks 1..7 for 12.0 s"
+NAMES = "send of {id} (life 1) owed by NixlConnector ranks 1..7 for 12.0 s"
+NAMED = NAMES.format(id="line-1")
 
 
 @pytest.fixture
@@ -35,11 +36,12 @@ def kvconn(monkeypatch):
     return run
 
 
-def hide(*lines):
-    """P never releases; it says ``lines`` about that."""
+def hide(names="", *lines):
+    """P never releases; it says ``names`` about every request it holds, and ``lines``."""
 
     def script(engines):
         engines["P"].releases = False
+        engines["P"].names = names
         engines["P"].stalls = lines
 
     return script
@@ -73,7 +75,7 @@ class TestExitCodes:
 
     def test_1_leak_names_request_and_ranks(self, kvconn):
         def script(engines):
-            hide(NAMED)(engines)
+            hide(NAMES)(engines)
             engines["P"].total_blocks = 100_000
 
         result = kvconn("demo", "--stall-after", 0.3, script=script)
@@ -81,7 +83,7 @@ class TestExitCodes:
         assert "leak: P holds" in result.stdout and NAMED in result.stdout
 
     def test_1_stall_names_request_and_ranks(self, kvconn):
-        result = kvconn("demo", "--stall-after", 0.3, script=hide(NAMED))
+        result = kvconn("demo", "--stall-after", 0.3, script=hide(NAMES))
         assert result.exit_code == 1
         assert "stall: nothing moved" in result.stdout and f"P: {NAMED}" in result.stdout
         assert "M" not in kvconn.fleet.engines
@@ -137,23 +139,25 @@ class TestExitCodes:
         assert "multiple of the block size" in result.stderr
 
     def test_3_the_fault_happened_and_was_named(self, kvconn):
-        result = kvconn("demo", "--contract", "hidden-ranks", "--stall-after", 0.3, script=hide(NAMED, "noise"))
+        result = kvconn("demo", "--contract", "hidden-ranks", "--stall-after", 0.3, script=hide(NAMES, "noise"))
         assert result.exit_code == 3
         assert "of 48 requests never finished; blocks are owed:" in result.stdout
         assert f"P: {NAMED}" in result.stdout and "noise" not in result.stdout
         assert "M" not in kvconn.fleet.engines
 
-    def test_1_the_fault_happened_and_nobody_named_it(self, kvconn):
-        result = kvconn("demo", "--contract", "hidden-ranks", "--stall-after", 0.3, script=hide("something is slow"))
+    @pytest.mark.parametrize("lines", [(), ("send of line-1 is slow",), (NAMED,)])
+    def test_1_the_fault_happened_and_not_all_of_it_was_named(self, kvconn, lines):
+        script = hide("", *lines)
+        result = kvconn("demo", "--contract", "hidden-ranks", "--stall-after", 0.3, script=script)
         assert result.exit_code == 1
-        assert "no engine named who owes what" in result.stdout
+        assert f"pending releases only {int(lines == (NAMED,))} were named" in result.stdout
 
     def test_1_the_fault_did_not_show(self, kvconn):
         result = kvconn("demo", "--contract", "hidden-ranks", "--stall-after", 0.3)
         assert result.exit_code == 1
         assert "the fault did not show" in result.stdout
 
-    @pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM])
+    @pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM], ids=lambda by: by.name)
     def test_130_interrupted(self, kvconn, by):
         def script(engines):
             plain = engines["D"].poll

@@ -224,6 +224,33 @@ class TestClient:
         assert results[0].payload == b"payload of rank 0"
         assert [(r.payload, r.why) for r in results[1:]] == [(None, "no answer within 1 s")] * 11
 
+    def test_each_handshake_has_its_own_deadline(self, silent: int) -> None:
+        now = 0.0
+        asking = HandshakeClient(10.0, clock=lambda: now)
+
+        def refused_after(at: float) -> list[HandshakeResult]:
+            """Wakes the thread at ``at`` and returns what was found, up to the answer to that."""
+            nonlocal now
+            now = at
+            asking.start(key(1, "a;b"))
+            got: list[HandshakeResult] = []
+            wait_until(lambda: bool(got.extend(asking.results())) or any(r.key == key(1, "a;b") for r in got))
+            return got
+
+        try:
+            asking.start(("first", HOST, silent))
+            refused_after(0.0)
+            asking.start(("second", HOST, silent))
+            refused_after(5.0)
+            refused_after(10.0)  # a wake-up judges deadlines after it has answered
+            found = refused_after(10.0)
+            wait_until(lambda: "pending=1" in repr(asking))
+            assert "second" not in {r.key[0] for r in found}
+            refused_after(15.0)
+            wait_until(lambda: "pending=0" in repr(asking))
+        finally:
+            asking.close()
+
     def test_a_server_that_comes_up_within_the_deadline_is_reached(
         self, client: Callable[[float], HandshakeClient]
     ) -> None:
