@@ -31,6 +31,7 @@ from typing import Any, Literal, Self
 import numpy as np
 import numpy.typing as npt
 
+from kvconn.errors import TransportError
 from kvconn.transport.base import MemoryRegion
 from kvconn.transport.ucx import prepare_ucx_env
 
@@ -342,6 +343,17 @@ class Served(Memory):
         for thread in askers:
             thread.join(WAIT)
         return wrong + [f"{thread.name} hangs" for thread in readers + askers if thread.is_alive()]
+
+    def close_holding_errors(self, peer: str) -> list[str]:
+        """Close while somebody still handles our errors, whose tracebacks hold NIXL's objects."""
+        errors: list[TransportError] = []
+        for parts in ([(0, 8, 8)], [(len(self.buf), 8, 8)]):
+            try:
+                self.post(peer, parts)
+            except TransportError as err:
+                errors.append(err)
+        self.transport.close()
+        return [str(err) for err in errors]
 
     def forget(self) -> None:
         """Drop the transport without closing it."""

@@ -348,6 +348,15 @@ def test_close_is_idempotent_and_nothing_lands_after(own: Pair) -> None:
             own.d("call", method, *args)
 
 
+def test_close_ends_the_agent_whoever_still_holds_our_errors(own: Pair) -> None:
+    own.meet()
+    assert own.d("ended", own.post((0, 8))) == "DONE"  # and held
+    errors = own.d("close_holding_errors", own.p_name)
+    assert len(errors) == 2
+    assert all("NOT_FOUND" in text for text in errors)
+    until(lambda: _notify_fails(own.p, own.d_name), "the agent to be gone")
+
+
 @pytest.mark.parametrize("own", [CMA, OVER_TCP], indirect=True)
 def test_a_new_agent_after_the_old_one_was_closed(own: Pair) -> None:
     """What the worker does when quarantine is over age."""
@@ -366,7 +375,7 @@ def test_a_forgotten_transport_ends(own: Pair) -> None:
     own.meet()
     own.d("forget")
     until(lambda: PUMP not in own.d("threads"), "the pump to end")
-    until(lambda: own.p("call", "peer_gone", own.d_name) or _notify_fails(own.p, own.d_name), "the agent to be gone")
+    until(lambda: _notify_fails(own.p, own.d_name), "the agent to be gone")
 
 
 def _notify_fails(child: Child, peer: str) -> bool:
