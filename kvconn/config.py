@@ -67,6 +67,8 @@ class KvconnSettings(Limits, frozen=True, forbid_unknown_fields=True):
     """The ``kvconn`` object in ``kv_connector_extra_config``: the limits, and what is ours alone."""
 
     progress: Literal["nixl", "pump", "poll"] = "pump"
+    #: reads from a peer that has no fence, whose bytes nothing can prove
+    unfenced: Literal["allow", "refuse"] = "allow"
     hold: bool = False
 
 

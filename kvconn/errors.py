@@ -38,6 +38,9 @@ class ConfigError(KvconnError):
         head = "configuration error" if len(self.problems) == 1 else f"{len(self.problems)} configuration errors"
         super().__init__(f"{head}: " + "; ".join(self.problems))
 
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[tuple[str, ...]]]:
+        return type(self), (self.problems,)
+
 
 class RequestError(KvconnError):
     """A client's ``kv_transfer_params`` are wrong. Fails that request and nothing else.

@@ -13,14 +13,22 @@ import math
 import secrets
 import string
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from kvconn.base import BlockIds
 from kvconn.errors import RequestError
 
-__all__ = ["KvconnRef", "RemoteRef", "fresh_transfer_id", "parse_remote", "to_params", "wants_remote_decode"]
+__all__ = [
+    "KvconnRef",
+    "RemoteRef",
+    "fresh_transfer_id",
+    "parse_remote",
+    "readers_asked",
+    "to_params",
+    "wants_remote_decode",
+]
 
 MAX_BLOCKS = 1 << 20
 MAX_BLOCK_ID = (1 << 31) - 1
@@ -32,8 +40,15 @@ _BASE62 = string.digits + string.ascii_letters
 
 
 class KvconnRef(msgspec.Struct, frozen=True):
-    """What kvconn adds to a reference. ``deadline`` is the producer's perf_counter, in seconds."""
+    """What kvconn adds to a reference.
 
+    ``slot`` and ``word`` are the producer's fence for it, ``seal`` its HMAC in hex (kvconn.nixl.fence), ``deadline``
+    the first end of its lease on the producer's perf_counter, in seconds.
+    """
+
+    slot: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)] | None = None
+    word: Annotated[int, msgspec.Meta(gt=0)] | None = None
+    seal: Annotated[str, msgspec.Meta(max_length=64)] | None = None
     deadline: float | None = None
 
 
@@ -156,6 +171,22 @@ def _int(params: Mapping[str, Any], key: str, low: int, high: int, default: int 
     return value
 
 
+def readers_asked(params: Mapping[str, Any] | None) -> int:
+    """``kvconn.readers`` of the router's request to the producer: how many engines will read. Default 1.
+
+    Raises RequestError.
+    """
+    ours = params.get("kvconn") if isinstance(params, Mapping) else None
+    if ours is None:
+        return 1
+    if not isinstance(ours, Mapping):
+        raise RequestError("kv_transfer_params.kvconn", "an object", ours)
+    value = ours.get("readers", 1)
+    if type(value) is not int or not 1 <= value <= MAX_SIZE:
+        raise RequestError("kv_transfer_params.kvconn.readers", f"an integer 1..{MAX_SIZE}", value)
+    return value
+
+
 def _kvconn(value: object) -> KvconnRef | None:
     if value is None:
         return None
@@ -163,6 +194,8 @@ def _kvconn(value: object) -> KvconnRef | None:
         ref = msgspec.convert(value, KvconnRef, strict=True)
     except msgspec.ValidationError as err:
         raise RequestError("kv_transfer_params.kvconn", str(err), value) from None
+    if ref.word is not None and ref.word >= 1 << 64:
+        raise RequestError("kv_transfer_params.kvconn.word", "a 64-bit word", ref.word)
     if ref.deadline is not None and not math.isfinite(ref.deadline):
         raise RequestError("kv_transfer_params.kvconn.deadline", "a finite number of seconds", ref.deadline)
     return ref

@@ -26,10 +26,12 @@ from kvconn.base import (
     KVConnectorOutput,
     LayerView,
     RequestView,
+    StepRequest,
     StepView,
 )
 from kvconn.config import ConnectorConfig, ModelView, ParallelConfig, parse_kv_transfer_config
 from kvconn.factory import get_connector_class
+from kvconn.metrics import Stats
 
 BLOCK_SIZE = 16
 ROW = 64  # bytes per token and layer
@@ -127,14 +129,15 @@ class Side:
         self.aggregator = KVOutputAggregator.from_connector(self.scheduler, pcp)
         self.seq = 0
         self.rank_results: list[tuple[set[str], set[str], set[str]]] = []
+        self.stats = Stats()
         self.sent: list[str] = []
         self.received: list[str] = []
         self.failed: list[str] = []
 
-    def step(self, finished: tuple[str, ...] = ()) -> KVConnectorOutput:
+    def step(self, finished: tuple[str, ...] = (), requests: tuple[StepRequest, ...] = ()) -> KVConnectorOutput:
         """One empty step of the engine: metadata out, every rank polled, the answer aggregated and filtered."""
         self.seq += 1
-        meta = self.scheduler.build_connector_meta(StepView(self.seq, finished=finished))
+        meta = self.scheduler.build_connector_meta(StepView(self.seq, requests, finished=finished))
         return self.finish_step([self.rank_step(rank, meta, finished) for rank in range(self.pcp)])
 
     def rank_step(self, rank: int, meta: Any, finished: tuple[str, ...] = ()) -> _Output:
@@ -170,24 +173,33 @@ class Side:
         ]
         part: KVConnectorOutput = self.aggregator.aggregate(outputs).kv_connector_output
         self.scheduler.update_connector_output(part)
+        for stats in (part.kv_connector_stats, self.scheduler.get_kv_connector_stats()):
+            self.stats = self.stats if stats is None else self.stats.aggregate(stats)
         self.sent += sorted(part.finished_sending or ())
         self.received += sorted(part.finished_recving or ())
         self.failed += sorted(part.failed_recving or ())
         return part
 
-    def prefill(self, id: str, blocks: list[int], seed: int, *, remote: bool = True) -> dict[str, Any] | None:
-        """Pretend to compute a prompt into ``blocks`` on every rank, and finish the request. Returns its params."""
+    def prefill(
+        self, id: str, blocks: list[int], seed: int, *, remote: bool = True, **extra: Any
+    ) -> dict[str, Any] | None:
+        """Schedule a prompt, pretend to compute it into ``blocks`` on every rank, finish it. Returns its params."""
         n_tokens = len(blocks) * BLOCK_SIZE
-        for cache in self.caches:
-            for layer, name in enumerate(LAYERS):
-                cache[name][blocks] = pattern(seed, layer, len(blocks))
-        view = RequestView(
-            id, n_tokens, n_tokens + 1, {"do_remote_decode": remote}, block_hashes=lambda: _hashes(seed, len(blocks))
-        )
+        self.write(blocks, seed)
+        params = {"do_remote_decode": remote, **extra}
+        view = RequestView(id, n_tokens, n_tokens + 1, params, block_hashes=lambda: _hashes(seed, len(blocks)))
+        self.scheduler.on_new_request(view)
+        self.step(requests=(StepRequest(id, 0, n_tokens, (tuple(blocks),)),))
         delayed, params = self.scheduler.request_finished(view, (tuple(blocks),), FinishReason.LENGTH)
         if delayed:
             self.aggregator.expect("send", id)
         return params
+
+    def write(self, blocks: list[int], seed: int) -> None:
+        """Fill ``blocks`` on every rank with the bytes of ``seed``."""
+        for cache in self.caches:
+            for layer, name in enumerate(LAYERS):
+                cache[name][blocks] = pattern(seed, layer, len(blocks))
 
     def load(self, id: str, params: dict[str, Any] | None, blocks: list[int], hits: int = 0) -> RequestView:
         """Admit a request with ``params`` whose block table is ``blocks``, the first ``hits`` of them local hits."""

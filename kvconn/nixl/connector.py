@@ -64,7 +64,7 @@ class NixlConnector(KVConnector):
         self._scheduler: NixlScheduler | None = None
         self._worker: NixlWorker | None = None
         if role is ConnectorRole.SCHEDULER:
-            self._scheduler = NixlScheduler(config, settings, kv_cache)
+            self._scheduler = NixlScheduler(config, settings, kv_cache, codec or WireCodec())
         else:
             rank = 0 if config.rank is None else config.rank
             self._worker = NixlWorker(
@@ -86,16 +86,16 @@ class NixlConnector(KVConnector):
         return self._scheduler
 
     def on_new_request(self, request: RequestView) -> None:
-        self.scheduler.arrived(request)
+        self.scheduler.arrived(request, self._clock())
 
     def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> tuple[int | None, bool]:
-        return self.scheduler.match(request, num_computed_tokens)
+        return self.scheduler.match(request, num_computed_tokens, self._clock())
 
     def update_state_after_alloc(self, request: RequestView, blocks: KVBlocks, num_external_tokens: int) -> None:
         self.scheduler.allocated(request, blocks, num_external_tokens, self._clock())
 
     def build_connector_meta(self, step: StepView) -> ConnectorMetadata:
-        return NixlMetadata(self.scheduler.step(self._clock()))
+        return NixlMetadata(self.scheduler.step(step, self._clock()))
 
     def request_finished(
         self, request: RequestView, blocks: BlockIds, reason: FinishReason

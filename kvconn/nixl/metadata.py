@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import msgspec
 
 from kvconn.base import BlockIds, ConnectorMetadata, HandshakeMetadata
+from kvconn.nixl.fence import Fence
 from kvconn.nixl.peers import PeerKey
 from kvconn.params import RemoteRef
 
@@ -21,13 +22,14 @@ __all__ = ["LoadSpec", "NixlHandshake", "NixlMetadata", "NixlStep", "SendSpec"]
 
 
 class SendSpec(msgspec.Struct, frozen=True):
-    """The announcement of a delayed release (C1)."""
+    """The announcement of a delayed release (C1). ``slot``: its fence, to be zeroed before a rank reports."""
 
     id: str
     n: int
     transfer_id: str
     deadline: float
     readers: int = 1
+    slot: int | None = None
 
 
 class LoadSpec(msgspec.Struct, frozen=True):
@@ -42,16 +44,25 @@ class LoadSpec(msgspec.Struct, frozen=True):
     local: BlockIds = ()
     hits: tuple[int, ...] = ()
     refused: str | None = None
+    #: seconds since the request came, and whether a heartbeat was sent for it since
+    waited: float = 0.0
+    beating: bool = False
 
 
 class NixlStep(msgspec.Struct, frozen=True):
-    """One step. ``releases``: references nobody here will read; ``heartbeats``: transfer ids still wanted, by peer."""
+    """One step.
+
+    ``releases``: references nobody here will read; ``heartbeats``: transfer ids still wanted, by peer; ``fences``:
+    words to write before this step's forward; ``lifted``: slots of requests that end without a reader.
+    """
 
     now: float
     sends: tuple[SendSpec, ...] = ()
     loads: tuple[LoadSpec, ...] = ()
     releases: tuple[RemoteRef, ...] = ()
     heartbeats: tuple[tuple[PeerKey, tuple[str, ...]], ...] = ()
+    fences: tuple[Fence, ...] = ()
+    lifted: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -126,17 +126,25 @@ class Peers:
         return [peer for peer in self._peers.values() if peer.state is PeerState.READY]
 
     def evict(self, now: float, ttl: float) -> list[Peer]:
-        """Forget peers idle for ``ttl`` seconds and, over the bound, the longest idle. Returns those to remove."""
+        """Forget idle peers: drained ones, those past ``ttl`` seconds and, over the bound, the longest idle.
+
+        Returns those that the transport must remove.
+        """
         idle = sorted(
             (p for p in self._peers.values() if p.idle and p.state is not PeerState.HANDSHAKING),
             key=lambda p: p.last_used,
         )
         over = len(self._peers) - self._max
-        out = [p for index, p in enumerate(idle) if index < over or now - p.last_used > ttl]
+        out = [p for i, p in enumerate(idle) if i < over or now - p.last_used > ttl or p.state is PeerState.DRAINING]
         for peer in out:
             peer.drain("evicted")
             del self._peers[peer.key]
         return out
+
+    def forget(self, peer: Peer) -> None:
+        """This peer is over; the next work for its key starts from UNKNOWN."""
+        if self._peers.get(peer.key) is peer:
+            del self._peers[peer.key]
 
     def clear(self) -> list[Peer]:
         """Forget all peers (our agent is gone); the caller fails them, so that nothing waits on a forgotten one."""

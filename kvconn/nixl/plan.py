@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import msgspec
 
 from kvconn.geometry import Region
-from kvconn.nixl.wire import AgentMetadata
+from kvconn.nixl.wire import AgentMetadata, KvconnAgent
 
 __all__ = ["Incompatible", "Plan", "RegionPair", "make_plan"]
 
@@ -51,6 +51,9 @@ class Plan(msgspec.Struct, frozen=True):
     pairs: tuple[RegionPair, ...]
     remote_blocks: int
     readers: int = 1
+    #: the peer's fence and the key its references are sealed with; None for a peer that has none
+    fence: KvconnAgent | None = None
+    seal_key: bytes = b""
 
 
 def make_plan(regions: Sequence[Region], block_size: int, theirs: AgentMetadata) -> Plan | Incompatible:

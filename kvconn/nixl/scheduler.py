@@ -8,7 +8,8 @@ Rules
    to let go.
 3. A reference nobody will read (abort, rejection, full local hit) becomes a release notification.
 4. A wrong reference fails or recomputes that request by policy, is logged once and counted; nothing raises (C9).
-5. Every table empties: requests leave at ``finished``, lives at their emission.
+5. A request that a reader will be sent to has a fence slot from its first scheduled step; without one nothing is held.
+6. Every table empties: requests leave at ``finished``, lives and fence slots at their emission.
 Time is an argument.
 """
 
@@ -19,16 +20,28 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvconn.base import BlockIds, Fact, FinishReason, KVBlocks, KVCacheView, RequestView
+import msgspec
+
+from kvconn.base import BlockIds, Fact, FinishReason, KVBlocks, KVCacheView, RequestView, StepView
 from kvconn.config import ConnectorConfig, NixlSettings
 from kvconn.errors import RequestError
 from kvconn.geometry import blocks_for
 from kvconn.ledger import CompletionGate, CompletionLedger, Emit
 from kvconn.metrics import Meter
+from kvconn.nixl.fence import Fence, FenceSlots, fresh_key, seal
 from kvconn.nixl.metadata import LoadSpec, NixlHandshake, NixlStep, SendSpec
 from kvconn.nixl.peers import PeerKey
 from kvconn.nixl.sidechannel import HandshakeServer
-from kvconn.params import KvconnRef, RemoteRef, fresh_transfer_id, parse_remote, to_params, wants_remote_decode
+from kvconn.nixl.wire import WireCodec
+from kvconn.params import (
+    KvconnRef,
+    RemoteRef,
+    fresh_transfer_id,
+    parse_remote,
+    readers_asked,
+    to_params,
+    wants_remote_decode,
+)
 
 __all__ = ["NixlScheduler"]
 
@@ -41,14 +54,19 @@ class _Incoming:
 
     ref: RemoteRef | None
     refused: str | None
+    arrived: float
     consumed: bool = False
+    beating: bool = False
 
 
 class NixlScheduler:
     """Inputs and outputs are views and Structs only; the facade translates (docs/design.md, shape)."""
 
-    def __init__(self, config: ConnectorConfig, settings: NixlSettings, kv_cache: KVCacheView) -> None:
+    def __init__(
+        self, config: ConnectorConfig, settings: NixlSettings, kv_cache: KVCacheView, codec: WireCodec
+    ) -> None:
         self._config = config
+        self._codec = codec
         self._settings = settings
         self._cache = kv_cache
         role = config.kv_transfer.kv_role
@@ -65,30 +83,40 @@ class NixlScheduler:
         self._loads: list[LoadSpec] = []
         self._releases: list[RemoteRef] = []
         self._next_heartbeat = 0.0
+        self._newcomers = False
+        self._fences = FenceSlots(kv_cache.num_blocks)
+        self._to_hold: set[str] = set()
+        self._lifted: list[int] = []
+        self._seal_key = fresh_key()
         self._server: HandshakeServer | None = None
 
     # -- consumer ------------------------------------------------------------------------------------------------
 
-    def arrived(self, view: RequestView) -> None:
+    def arrived(self, view: RequestView, now: float) -> None:
         """Parse what the request was handed; heartbeats start with the next step."""
+        if self._serves and wants_remote_decode(view.params) and self._fences.get(view.id) is None:
+            self._to_hold.add(view.id)
         if view.id in self._incoming or not self._reads:
             return
         try:
             ref = parse_remote(view.params, self._cache.block_size)
         except RequestError as err:
-            self._incoming[view.id] = _Incoming(None, str(err))
+            self._incoming[view.id] = _Incoming(None, str(err), now)
             self.meter.add("params_refused")
             log.warning("request %s: refused: %s", view.id, err)
             return
         if ref is not None:
-            self._incoming[view.id] = _Incoming(ref, None)
+            self._incoming[view.id] = _Incoming(ref, None, now)
+            self._newcomers = True
 
-    def match(self, view: RequestView, local_tokens: int) -> tuple[int, bool]:
+    def match(self, view: RequestView, local_tokens: int, now: float) -> tuple[int | None, bool]:
         """Tokens beyond ``local_tokens`` that the producer holds; a pure function of the request until allocated."""
-        self.arrived(view)
+        self.arrived(view, now)
         incoming = self._incoming.get(view.id)
         if incoming is None or incoming.consumed:
             return 0, False
+        if self.ledger.get(view.id, "recv") is not None:
+            return None, False  # the id of an aborted request came back before its blocks did
         if incoming.ref is None:
             available = 0 if self._recompute else view.n_prompt
         else:
@@ -107,18 +135,21 @@ class NixlScheduler:
                 self._releases.append(incoming.ref)
             return
         n = self.ledger.open(view.id, "recv", {(): self._ranks}, now=now)
-        self._loads.append(self._load(view, blocks, n_external, n, incoming))
+        self._loads.append(self._load(view, blocks, n_external, n, incoming, now))
         if incoming.ref is not None:
             self._loading[view.id] = incoming.ref
 
-    def _load(self, view: RequestView, blocks: KVBlocks, n_external: int, n: int, incoming: _Incoming) -> LoadSpec:
+    def _load(
+        self, view: RequestView, blocks: KVBlocks, n_external: int, n: int, incoming: _Incoming, now: float
+    ) -> LoadSpec:
         if incoming.ref is None:
             return LoadSpec(view.id, n, None, refused=incoming.refused)
         size = self._cache.block_size
         filled = tuple(
             ids[hit : hit + blocks_for(n_external, size)] for ids, hit in zip(blocks.ids, blocks.hashed, strict=True)
         )
-        return LoadSpec(view.id, n, incoming.ref, filled, blocks.hashed)
+        waited = now - incoming.arrived
+        return LoadSpec(view.id, n, incoming.ref, filled, blocks.hashed, waited=waited, beating=incoming.beating)
 
     # -- producer ------------------------------------------------------------------------------------------------
 
@@ -131,16 +162,34 @@ class NixlScheduler:
             self._releases.append(incoming.ref)
         if not (self._serves and wants_remote_decode(view.params)):
             return False, None
-        if reason not in (FinishReason.STOP, FinishReason.LENGTH) or self._server is None:
-            return False, None
+        self._to_hold.discard(view.id)
         n_tokens = view.n_total - 1  # the last sampled token has no KV
         held = tuple(ids[: blocks_for(n_tokens, self._cache.block_size)] for ids in blocks)
-        if n_tokens < 1 or not any(held):
+        complete = reason in (FinishReason.STOP, FinishReason.LENGTH) and n_tokens > 0 and any(held)
+        fence, readers = self._fences.get(view.id), self._readers(view)
+        open_already = self.ledger.get(view.id, "send") is not None
+        if fence is None or readers is None or self._server is None or not complete or open_already:
+            if not open_already:
+                self._lift(view.id)
             return False, None
-        ref = self._hold(view.id, held, n_tokens, now)
-        return True, to_params(ref)
+        return True, to_params(self._hold(view.id, held, n_tokens, fence, readers, now))
 
-    def _hold(self, id: str, held: BlockIds, n_tokens: int, now: float) -> RemoteRef:
+    def _readers(self, view: RequestView) -> int | None:
+        """How many engines will read; None when the router's word is wrong, which holds nothing."""
+        try:
+            return readers_asked(view.params)
+        except RequestError as err:
+            self.meter.add("params_refused")
+            log.warning("request %s: nothing is held: %s", view.id, err)
+            return None
+
+    def _lift(self, id: str) -> None:
+        """No reader will be sent to this request: its word comes down with the next step."""
+        slot = self._fences.close(id)
+        if slot is not None:
+            self._lifted.append(slot)
+
+    def _hold(self, id: str, held: BlockIds, n_tokens: int, fence: Fence, readers: int, now: float) -> RemoteRef:
         n = self.ledger.open(id, "send", {(): self._ranks}, now=now)
         deadline = now + self._settings.kv_lease_duration
         parallel = self._config.parallel
@@ -154,25 +203,47 @@ class NixlScheduler:
             tp_size=max(parallel.tp, parallel.dcp),
             pp_size=parallel.pp,
             dcp_size=parallel.dcp,
-            kvconn=KvconnRef(deadline=deadline),
         )
-        self._sends.append(SendSpec(id, n, ref.transfer_id, deadline))
-        return ref
+        ours = KvconnRef(fence.slot, fence.word, seal(self._seal_key, ref, fence), deadline)
+        self._sends.append(SendSpec(id, n, ref.transfer_id, deadline, readers, fence.slot))
+        return msgspec.structs.replace(ref, kvconn=ours)
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
-    def step(self, now: float) -> NixlStep:
+    def step(self, view: StepView, now: float) -> NixlStep:
         """Everything that happened since the last step, for the worker halves."""
-        step = NixlStep(now, tuple(self._sends), tuple(self._loads), tuple(self._releases), self._heartbeats(now))
-        self._sends, self._loads, self._releases = [], [], []
+        self._fences.step()
+        step = NixlStep(
+            now,
+            tuple(self._sends),
+            tuple(self._loads),
+            tuple(self._releases),
+            self._heartbeats(now),
+            self._fence(view),
+            tuple(self._lifted),
+        )
+        self._sends, self._loads, self._releases, self._lifted = [], [], [], []
         return step
 
-    def _heartbeats(self, now: float) -> tuple[tuple[PeerKey, tuple[str, ...]], ...]:
-        if now < self._next_heartbeat:
+    def _fence(self, view: StepView) -> tuple[Fence, ...]:
+        """Words for the requests of this step that will be held and have none yet."""
+        if not self._to_hold:
             return ()
+        first = [r.id for r in view.requests if r.id in self._to_hold]
+        self._to_hold.difference_update(first)
+        return tuple(fence for id in first if (fence := self._fences.open(id)) is not None)
+
+    def _heartbeats(self, now: float) -> tuple[tuple[PeerKey, tuple[str, ...]], ...]:
+        if now < self._next_heartbeat and not self._newcomers:
+            return ()
+        self._newcomers = False
         self._next_heartbeat = now + self._settings.kv_lease_duration / 6
         wanted: dict[PeerKey, list[str]] = {}
-        waiting = (i.ref for i in self._incoming.values() if not i.consumed and i.ref is not None)
+        waiting: list[RemoteRef] = []
+        for incoming in self._incoming.values():
+            if not incoming.consumed and incoming.ref is not None:
+                incoming.beating = True
+                waiting.append(incoming.ref)
         for ref in (*waiting, *self._loading.values()):
             wanted.setdefault(ref.peer, []).append(ref.transfer_id)
         return tuple((peer, tuple(ids)) for peer, ids in wanted.items())
@@ -184,13 +255,16 @@ class NixlScheduler:
         emit = self._gate.reports(sent, received, failed, facts)
         for id in emit.received:
             self._loading.pop(id, None)
+        for id in emit.sent:
+            self._fences.close(id)
         return emit
 
     # -- handshake and the rest ----------------------------------------------------------------------------------
 
     def serve(self, metadata: Mapping[tuple[int, int], NixlHandshake]) -> None:
         """Publish the serving workers' payloads. Raises ConfigError when the port is taken."""
-        payloads = {rank: handshake.payload for rank, handshake in metadata.items()}
+        key = self._seal_key
+        payloads = {rank: self._codec.with_seal_key(one.payload, key) for rank, one in metadata.items()}
         if not payloads:
             return
         if self._server is not None:
@@ -209,5 +283,5 @@ class NixlScheduler:
     def __repr__(self) -> str:
         return (
             f"NixlScheduler({self._config.kv_transfer.kv_role} {self.ledger!r} "
-            f"incoming={len(self._incoming)} loading={len(self._loading)})"
+            f"incoming={len(self._incoming)} loading={len(self._loading)} fences={len(self._fences)})"
         )

@@ -33,6 +33,7 @@ class _Read:
     deadline: float
     peer: tuple[str, str, int]
     posting: bool = True
+    posted: bool = False
     handles: set[int] = field(default_factory=set)
     failed: str | None = None
     failed_at: float | None = None
@@ -54,6 +55,7 @@ class Reads:
         """A handle of this life is under way."""
         read = self._open[id]
         read.handles.add(handle)
+        read.posted = True
         self._by_handle[handle] = read
 
     def posted_all(self, id: str) -> None:
@@ -106,6 +108,10 @@ class Reads:
     def overdue(self, now: float) -> list[str]:
         """Ids whose deadline has passed and that have not failed yet. Judge after states were read (C11)."""
         return [read.id for read in self._open.values() if read.failed is None and read.deadline <= now]
+
+    def drained(self) -> list[str]:
+        """Ids whose posted handles are all quiet and good, and for which more may be posted."""
+        return [r.id for r in self._open.values() if r.posted and r.posting and not r.handles and r.failed is None]
 
     def settle(self) -> list[Settled]:
         """Lives that are over: everything quiet, and either failed or fully posted."""

@@ -2,7 +2,7 @@
 
 Version history (``WIRE_VERSION`` is ours; the frames, the two-phase payload and the notification grammar are vLLM's
 NIXL connector's, whose version 14 these field names follow):
-  1  first version: factors beside the compatibility hash.
+  1  first version: factors beside the compatibility hash; fence and seal key.
 
 Rules
 1. Decoding is in two phases: compatibility first, then the agent's metadata, so that a mismatch is named and not
@@ -51,6 +51,13 @@ _HB: Final = b"HB:"
 T = TypeVar("T")
 
 
+class KvconnAgent(msgspec.Struct, frozen=True):
+    """Ours in one serving worker's metadata: its fence, ``fence_slots`` words of 8 bytes at ``fence_address``."""
+
+    fence_address: int
+    fence_slots: int
+
+
 class AgentMetadata(msgspec.Struct, frozen=True):
     """What a reader must know of one serving worker. Addresses, lengths and strides in bytes, per region."""
 
@@ -72,13 +79,18 @@ class AgentMetadata(msgspec.Struct, frozen=True):
     region_mem_types: list[str] | None = None
     dcp_size: int = 1
     pcp_size: int = 1
+    kvconn: KvconnAgent | None = None
 
 
 class KvconnHandshake(msgspec.Struct, frozen=True):
-    """Ours beside the stock payload: the factors behind the compatibility hash, in words."""
+    """Ours beside the stock payload.
+
+    The factors behind the compatibility hash, in words, and the key that the producer seals its references with.
+    """
 
     version: int = WIRE_VERSION
     factors: dict[str, str] = {}
+    seal_key: bytes = b""
 
 
 class HandshakePayload(msgspec.Struct, frozen=True):
@@ -130,6 +142,12 @@ class WireCodec:
             )
         )
 
+    def with_seal_key(self, payload: bytes, key: bytes) -> bytes:
+        """Our own worker's payload with the key that our scheduler half drew. Raises PeerError on anything else."""
+        decoded = self.decode_payload(payload, "our own worker")
+        ours = msgspec.structs.replace(decoded.kvconn or KvconnHandshake(), seal_key=key)
+        return msgspec.msgpack.encode(msgspec.structs.replace(decoded, kvconn=ours))
+
     def decode_payload(self, frame: bytes, peer: str) -> HandshakePayload:
         """First phase. Raises PeerError."""
         return self._decode(frame, HandshakePayload, peer, "handshake payload")
@@ -170,6 +188,9 @@ class WireCodec:
             raise PeerError(peer, "agent metadata", f"impossible: {n} regions, {meta.num_blocks} blocks")
         if any(not 0 < length <= stride for length, stride in zip(meta.block_lens, meta.block_strides, strict=True)):
             raise PeerError(peer, "agent metadata", "expected 0 < block_lens <= block_strides")
+        fence = meta.kvconn
+        if fence is not None and not (0 < fence.fence_slots <= 1 << 31 and 0 < fence.fence_address < 1 << 62):
+            raise PeerError(peer, "agent metadata", f"impossible fence: {fence}")
         if any(not 0 <= base < 1 << 63 for base in meta.kv_caches_base_addr):
             raise PeerError(peer, "agent metadata", "base addresses out of range")
         ends = (b + s * meta.num_blocks for b, s in zip(meta.kv_caches_base_addr, meta.block_strides, strict=True))

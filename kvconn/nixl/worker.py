@@ -1,10 +1,12 @@
 """The worker half: registers memory, keeps leases, handshakes, reads, and answers the one poll.
 
 Contract this half keeps
-- Producer: reports each announced send exactly once. The serving rank when its readers are done or the lease ended; a
-  replicated rank (PCP > 0), which nobody reads, at the poll of the step whose metadata announces the release (C1).
-- Consumer: reports each receive life exactly once, when every handle of it is quiet (C6); a failure is a fact
-  (``failed``) as soon as it is known, and the report says so when the blocks are safe.
+- Producer: reports each announced send exactly once. The serving rank when its readers are done or the lease ended,
+  after it took the request's fence word down (C8); a replicated rank (PCP > 0), which nobody reads, at the poll of the
+  step whose metadata announces the release (C1).
+- Consumer: reports each receive life exactly once, when every handle of it is quiet (C6), and as good only after it saw
+  the fence word stand when the data had come (C8); a failure is a fact (``failed``) as soon as it is known, and the
+  report says so when the blocks are safe.
 
 Rules
 1. One poll: :meth:`NixlWorker.poll` (C5). In it notifications and transfer states are read before any timeout (C11).
@@ -17,15 +19,21 @@ Time is an argument, in seconds of the worker's clock.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Literal, cast
+
+import msgspec
+import numpy as np
 
 from kvconn.base import Direction, Fact, FactState, KVCacheView, LayerView, TransferResults, WorkerFacts
 from kvconn.config import ConnectorConfig, NixlSettings
 from kvconn.errors import ConfigError, PeerError, RequestError, TransportError
 from kvconn.geometry import RankRole, Region, regions_of
 from kvconn.metrics import Meter
+from kvconn.nixl.checks import Checks, Verdict
+from kvconn.nixl.fence import WORD, Fence, FenceWords, seal_fits
 from kvconn.nixl.leases import Ended, SendLeases
 from kvconn.nixl.metadata import LoadSpec, NixlHandshake, NixlStep, SendSpec
 from kvconn.nixl.pairing import pair_blocks, ranges
@@ -37,6 +45,7 @@ from kvconn.nixl.wire import (
     AgentMetadata,
     Done,
     Heartbeat,
+    KvconnAgent,
     WireCodec,
     encode_done,
     encode_heartbeats,
@@ -48,6 +57,12 @@ from kvconn.transport.base import HandleState, MemoryRegion, Transport
 __all__ = ["NixlWorker"]
 
 log = logging.getLogger("kvconn.nixl")
+#: fence words that may be read at once
+SCRATCH = 4096
+#: seconds a poll may wait for a fence word, which takes microseconds on a good day
+SPIN = 200e-6
+EVICT_EVERY = 10.0
+MIN_KEY = 16
 
 
 class NixlWorker:
@@ -78,6 +93,16 @@ class NixlWorker:
         self._refs: dict[str, RemoteRef] = {}
         self._started: dict[int, tuple[Peer, float, int]] = {}
         self._peers = Peers(limits.peers_max, limits.waiting_max)
+        #: the word of every request of ours that readers are sent to
+        self._fence: FenceWords | None = None
+        #: fence slots to take down before the report, by life
+        self._slots: dict[int, int] = {}
+        #: fences of others that we check, and where their words are read to
+        self._checks = Checks(SCRATCH)
+        self._scratch: FenceWords | None = None
+        self._looking: set[int] = set()
+        self._warned_unfenced = False
+        self._next_eviction = 0.0
         #: lives a replicated rank has only to acknowledge: request id -> n, until the next poll.
         self._replicated_pcp_done_sending: dict[str, int] = {}
         #: announced sends whose early notifications had completed them.
@@ -97,22 +122,23 @@ class NixlWorker:
             if not 0 <= region.group < len(self._cache.groups):
                 raise ConfigError(f"layer {region.name}: cache group {region.group} of {len(self._cache.groups)}")
         if self.role.serves or self.role.reads:
+            self._fence = FenceWords(self._cache.num_blocks) if self.role.serves else None
+            self._scratch = FenceWords(SCRATCH) if self.role.reads else None
             self._open_transport()
         if self.role.reads:
             self._client = HandshakeClient(self._settings.kvconn.handshake)
 
     def _open_transport(self) -> None:
         self._transport = self._make_transport()
-        self._transport.register(
-            [
-                MemoryRegion(r.base, r.span, cast('Literal["DRAM", "VRAM"]', r.mem_type), r.device_id)
-                for r in self._regions
-            ]
-        )
+        cache = [
+            MemoryRegion(r.base, r.span, cast('Literal["DRAM", "VRAM"]', r.mem_type), r.device_id)
+            for r in self._regions
+        ]
+        self._transport.register(cache + [w.region() for w in (self._fence, self._scratch) if w is not None])
 
     def handshake(self) -> NixlHandshake | None:
         """What readers need of this rank; None where it serves nobody."""
-        if not self.role.serves or self._transport is None:
+        if self._fence is None or self._transport is None:
             return None
         metadata = AgentMetadata(
             engine_id=self._config.engine_id,
@@ -130,13 +156,19 @@ class NixlWorker:
             region_mem_types=[r.mem_type for r in self._regions],
             dcp_size=self._config.parallel.dcp,
             pcp_size=self._config.parallel.pcp,
+            kvconn=KvconnAgent(self._fence.address, self._fence.size),
         )
         return NixlHandshake(self._codec.encode_payload(self._config, metadata))
 
     # -- a step --------------------------------------------------------------------------------------------------
 
     def bind(self, step: NixlStep, now: float) -> None:
-        """This step's announcements. An announcement bound before changes nothing."""
+        """This step's announcements, before its forward. An announcement bound before changes nothing."""
+        if self._fence is not None:
+            for slot in step.lifted:
+                self._fence.zero(slot)
+            for fence in step.fences:
+                self._fence.write(fence)
         for send in step.sends:
             if self._is_new("send", send.n):
                 self._announce(send, send.deadline - step.now + now)
@@ -158,6 +190,8 @@ class NixlWorker:
         if not self.role.serves:
             self._replicated_pcp_done_sending[send.id] = send.n
             return
+        if send.slot is not None:
+            self._slots[send.n] = send.slot
         ended = self._leases.track(send.id, send.n, send.transfer_id, deadline, send.readers)
         if ended is not None:
             self._ended.append(ended)
@@ -185,19 +219,48 @@ class NixlWorker:
             self._fail(load.id, why, now)
             return
         try:
+            self._admit(load, ref, peer, peer.plan)
             runs = pair_blocks(load.local, ref.block_ids, load.hits, peer.plan.remote_blocks)
             local, remote = ranges(peer.plan, runs)
             if len(local):
                 handle = self._transport.post_read(peer.agent, local, remote)
                 self._under_way(load.id, handle, peer, int(local[:, 1].sum()), now)
                 self.meter.add("nixl_num_descriptors", len(local))
-            self._reads.posted_all(load.id)
+            if not len(local) or load.id not in self._checks:
+                self._reads.posted_all(load.id)
         except RequestError as err:
             self._fail(load.id, str(err), now)
         except TransportError as err:
             if err.handle is not None:  # parts may be under way (F4)
                 self._under_way(load.id, err.handle, peer, 0, now)
             self._fail(load.id, f"{peer.name}: {err}", now)
+
+    def _admit(self, load: LoadSpec, ref: RemoteRef, peer: Peer, plan: Plan) -> None:
+        """May this reference be read at all? Arms its fence check. Raises RequestError."""
+        if plan.fence is None:
+            self._admit_unfenced(load, peer)
+            return
+        ours = ref.kvconn
+        if ours is None or ours.slot is None or ours.word is None or not seal_fits(plan.seal_key, ref):
+            self.meter.add("seals_refused")
+            raise RequestError(
+                "kv_transfer_params", f"what {peer.name} returned, unchanged (its seal does not fit)", ref
+            )
+        if ours.slot >= plan.fence.fence_slots:
+            raise RequestError("kv_transfer_params.kvconn.slot", f"below {plan.fence.fence_slots}", ours.slot)
+        if not self._checks.begin(load.id, Fence(ours.slot, ours.word)):
+            raise RequestError("kv_transfer_params", f"at most {SCRATCH} loads at once", len(self._checks))
+
+    def _admit_unfenced(self, load: LoadSpec, peer: Peer) -> None:
+        """A stock peer: what is read of it can't be proved. By policy, and not after its lease must be over."""
+        late = load.waited > self._settings.kv_lease_duration and not load.beating
+        if self._settings.kvconn.unfenced == "refuse" or late:
+            why = "waited longer than a lease" if late else "kvconn.unfenced is refuse"
+            raise RequestError("kv_transfer_params", f"a reference of a peer with fences ({why})", peer.name)
+        if not self._warned_unfenced:
+            self._warned_unfenced = True
+            log.warning("%s has no fences: what is read of it can't be proved to have been held", peer.name)
+        self.meter.add("unfenced_reads")
 
     def _under_way(self, id: str, handle: int, peer: Peer, size: int, now: float) -> None:
         peer.posted += 1
@@ -220,10 +283,12 @@ class NixlWorker:
         """What finished on this rank since the last poll. Consumes (C5)."""
         self._drain_notifications(now)
         self._drain_transfers(now)
+        self._check_fences(now)
         self._drain_handshakes(now)
         sent = self._ended_sends(now)
         for id in self._reads.overdue(now):
             self._overdue(id, now)
+        self._evict_peers(now)
         self._watch_quarantine(now)
         received, failed = self._settle()
         return TransferResults(frozenset(sent), frozenset(received), frozenset(failed))
@@ -252,18 +317,64 @@ class NixlWorker:
             elif state is HandleState.ERR:
                 self._handle_error(handle, now)
 
+    def _check_fences(self, now: float) -> None:
+        """Lives whose data is quiet: read the word, judge it; up to SPIN seconds inline, else at the next poll."""
+        for id in self._reads.drained():
+            self._judge(id, now)
+        deadline = time.perf_counter() + SPIN
+        while self._looking and time.perf_counter() < deadline:
+            self._drain_transfers(now)
+            for id in self._reads.drained():
+                self._judge(id, now)
+
+    def _judge(self, id: str, now: float) -> None:
+        scratch = self._checks.scratch(id)
+        if scratch is None or self._scratch is None:
+            self._read_word(id, now)
+            return
+        verdict = self._checks.judge(id, self._scratch.read(scratch))
+        if verdict is Verdict.HELD:
+            self._reads.posted_all(id)
+        elif verdict is Verdict.AGAIN:
+            self._read_word(id, now)
+        else:
+            self.meter.add("stale_reads")
+            self._fail(id, "the producer let go of these blocks before they were read (fence)", now)
+
+    def _read_word(self, id: str, now: float) -> None:
+        ref = self._refs[id]
+        peer = self._peers.get(ref.peer)
+        if self._transport is None or self._scratch is None or peer is None or peer.plan is None or peer.agent is None:
+            self._fail(id, "the peer is gone before its fence was read", now)
+            return
+        slot, scratch = self._checks.target(id)
+        fence = peer.plan.fence
+        remote = np.array([[fence.fence_address + slot * WORD, WORD]] if fence is not None else [], np.int64)
+        local = np.array([[self._scratch.slot_address(scratch), WORD]], np.int64)
+        try:
+            handle = self._transport.post_read(peer.agent, local, remote)
+        except TransportError as err:
+            if err.handle is not None:
+                self._under_way(id, err.handle, peer, 0, now)
+            self._fail(id, f"{peer.name}: fence: {err}", now)
+        else:
+            self._under_way(id, handle, peer, 0, now)
+            self._looking.add(handle)
+
     def _handle_done(self, handle: int, now: float) -> None:
         peer, started, size = self._forget(handle)
         peer.last_used = now
         self._reads.done(handle)
-        self.meter.add("nixl_bytes_transferred", size)
-        self.meter.add("nixl_xfer_seconds", now - started)
-        self.meter.add("nixl_num_transfers")
+        if size:  # a fence word is no transfer
+            self.meter.add("nixl_bytes_transferred", size)
+            self.meter.add("nixl_xfer_seconds", now - started)
+            self.meter.add("nixl_num_transfers")
 
     def _forget(self, handle: int) -> tuple[Peer, float, int]:
         """A quiet handle: only now may it be released (C6)."""
         started = self._started.pop(handle)
         started[0].posted -= 1
+        self._looking.discard(handle)
         if self._transport is not None:
             self._transport.release(handle)
         return started
@@ -271,8 +382,8 @@ class NixlWorker:
     def _handle_error(self, handle: int, now: float) -> None:
         """ERR is a result, not quiet (F4): the handle is quiet once its peer is known to be gone."""
         peer = self._started[handle][0]
-        id = self._reads.error(handle)
-        self._fail(id, f"a read from {peer.name} failed", now)
+        why = self._transport.reason(handle) if self._transport is not None else ""
+        self._fail(self._reads.error(handle), f"a read from {peer.name} failed: {why}", now)
 
     def _watch_quarantine(self, now: float) -> None:
         held = self._reads.quarantined(now)
@@ -280,11 +391,28 @@ class NixlWorker:
             return
         for peer in {self._started[h][0] for h in self._reads.errors()}:
             if peer.agent is not None and self._transport.peer_gone(peer.agent):
-                for handle in self._reads.peer_gone(peer.key):
-                    self._forget(handle)
+                self._lose(peer)
         oldest = max((age for _, age, _ in self._reads.quarantined(now)), default=0.0)
         if oldest > self._settings.kvconn.quarantine_age and not self.role.serves:
             self._recreate(now)
+
+    def _lose(self, peer: Peer) -> None:
+        """The connection failed and its ERR handles are quiet. When nothing is posted any more the peer is forgotten,
+        so that the next request shakes hands anew."""
+        for handle in self._reads.peer_gone(peer.key):
+            self._forget(handle)
+        peer.drain("its connection failed")
+        if peer.idle:
+            self._peers.forget(peer)
+            self._remove(peer)
+
+    def _remove(self, peer: Peer) -> None:
+        if peer.agent is None or self._transport is None:
+            return
+        try:
+            self._transport.remove_peer(peer.agent)
+        except TransportError as err:
+            log.warning("rank %d: cannot remove %s: %s", self.role.rank, peer.name, err)
 
     def _recreate(self, now: float) -> None:
         """Bound the quarantine: after our agent is destroyed nothing lands (C7, F1). Fails this rank's transfers."""
@@ -297,6 +425,7 @@ class NixlWorker:
             self._fail(id, "the NIXL agent was made anew after a transfer never ended", now)
         self._reads.agent_destroyed()
         self._started.clear()
+        self._looking.clear()
         for peer in self._peers.clear():
             peer.failed("the NIXL agent was made anew", now)
         self._open_transport()
@@ -339,7 +468,19 @@ class NixlWorker:
         plan = make_plan(self._regions, self._cache.block_size, metadata)
         if isinstance(plan, Incompatible):
             raise PeerError(peer.name, "plan", str(plan))
+        key = payload.kvconn.seal_key if payload.kvconn is not None else b""
+        if metadata.kvconn is not None and len(key) < MIN_KEY:
+            raise PeerError(peer.name, "handshake", f"a fence without a seal key of at least {MIN_KEY} bytes")
+        plan = msgspec.structs.replace(plan, fence=metadata.kvconn, seal_key=key)
         return self._transport.add_peer(metadata.agent_metadata), plan
+
+    def _evict_peers(self, now: float) -> None:
+        """Bound the peer table (C7). Only peers under which nothing is posted go (C6)."""
+        if now < self._next_eviction and len(self._peers) <= self._settings.kvconn.peers_max:
+            return
+        self._next_eviction = now + EVICT_EVERY
+        for peer in self._peers.evict(now, self._settings.engine_ttl):
+            self._remove(peer)
 
     def _ended_sends(self, now: float) -> set[str]:
         """Sends this rank reports now: readers done, leases over, and what a replicated rank only acknowledges."""
@@ -349,6 +490,9 @@ class NixlWorker:
             log.warning("rank %d: %s was not read within its lease", self.role.rank, ended.id)
         sent: set[str] = set()
         for ended in self._ended:
+            slot = self._slots.pop(ended.n, None)
+            if slot is not None and self._fence is not None:
+                self._fence.zero(slot)  # before the report, whatever the reason (C8)
             self._say(ended.id, "send", ended.n, "done")
             sent.add(ended.id)
         self._ended = []
@@ -362,6 +506,7 @@ class NixlWorker:
         received: set[str] = set()
         failed: set[str] = set()
         for over in self._reads.settle():
+            self._checks.end(over.id)
             ref = self._refs.pop(over.id, None)
             peer = self._peers.get(ref.peer) if ref is not None else None
             if ref is not None:
@@ -401,7 +546,9 @@ class NixlWorker:
         return facts
 
     def shutdown(self) -> None:
-        """Destroys the agent first: nothing of ours may land after this returns (F1)."""
+        """Takes every word down, then destroys the agent: nothing of ours may land after this returns (F1)."""
+        if self._fence is not None:
+            self._fence.zero_all()
         if self._transport is not None:
             self._transport.close()
             self._transport = None

@@ -6,40 +6,62 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
 import pytest
 
-from kvconn.base import Fact, FinishReason, GroupView, KVBlocks, KVCacheView, RequestView
+from kvconn.base import Fact, FinishReason, GroupView, KVBlocks, KVCacheView, RequestView, StepRequest, StepView
 from kvconn.config import ConnectorConfig, ModelView, NixlSettings, ParallelConfig, parse_kv_transfer_config
 from kvconn.errors import ConfigError
 from kvconn.ledger import Emit
 from kvconn.metrics import Stats
 from kvconn.nixl.metadata import NixlHandshake, NixlStep, SendSpec
 from kvconn.nixl.scheduler import NixlScheduler
+from kvconn.nixl.wire import HandshakePayload, WireCodec
 from kvconn.params import RemoteRef, parse_remote, to_params
 from tests.support import free_port
 
 BLOCK = 16
 CACHE = KVCacheView(64, BLOCK, (GroupView("full", ("l0",)),))
-MAKE = Callable[..., NixlScheduler]
+PAYLOAD = msgspec.msgpack.encode(HandshakePayload("hash", b"metadata"))
+
+
+class Half(NixlScheduler):
+    """The half with times that need not be said; a request that ends has been scheduled once, as in an engine."""
+
+    def arrived(self, view: RequestView, now: float = 0.0) -> None:
+        super().arrived(view, now)
+
+    def match(self, view: RequestView, local_tokens: int, now: float = 0.0) -> tuple[int | None, bool]:
+        return super().match(view, local_tokens, now)
+
+    def step(self, now: float, *ids: str) -> NixlStep:  # type: ignore[override]
+        return super().step(StepView(0, tuple(StepRequest(id, 0, 1) for id in ids)), now)
+
+    def finished(self, view: RequestView, blocks: Any, reason: FinishReason, now: float) -> Any:
+        if self._serves:
+            self.arrived(view, now)
+        self._fence(StepView(0, (StepRequest(view.id, 0, 1),)))
+        return super().finished(view, blocks, reason, now)
+
+
+MAKE = Callable[..., Half]
 
 
 @pytest.fixture
 def make() -> Iterator[MAKE]:
     """Scheduler halves; producers serve an empty payload, as after start-up."""
-    made: list[NixlScheduler] = []
+    made: list[Half] = []
 
-    def scheduler(
-        role: str = "kv_consumer", *, policy: str = "fail", pcp: int = 1, serve: bool = True
-    ) -> NixlScheduler:
+    def scheduler(role: str = "kv_consumer", *, policy: str = "fail", pcp: int = 1, serve: bool = True) -> Half:
         raw = {"kv_connector": "NixlConnector", "kv_role": role, "kv_load_failure_policy": policy}
         config = ConnectorConfig(
             parse_kv_transfer_config(raw), "E", ParallelConfig(pcp=pcp), ModelView("m", "u8", 1, 1, 8, BLOCK),
             port=free_port(),
         )  # fmt: skip
-        half = NixlScheduler(config, NixlSettings(), CACHE)
+        half = Half(config, NixlSettings(), CACHE, WireCodec())
         made.append(half)
         if serve and role != "kv_consumer":
-            half.serve({(0, 0): NixlHandshake(b"payload")})
+            half.serve({(0, 0): NixlHandshake(PAYLOAD)})
         return half
 
     yield scheduler
@@ -69,7 +91,7 @@ def word(id: str, n: int, rank: int, direction: Any = "send", state: Any = "done
     return Fact(id, direction, n, rank, state)
 
 
-def tables(half: NixlScheduler) -> dict[str, int]:
+def tables(half: Half) -> dict[str, int]:
     return {
         "incoming": len(half._incoming),
         "loading": len(half._loading),
@@ -187,7 +209,7 @@ class TestAllocation:
         assert tables(half) == EMPTY
 
 
-def half_asked(half: NixlScheduler, view: RequestView, local: int = 0) -> RequestView:
+def half_asked(half: Half, view: RequestView, local: int = 0) -> RequestView:
     """As an engine does before it allocates."""
     half.arrived(view)
     half.match(view, local)
@@ -275,7 +297,7 @@ class TestWrongReferences:
 
 class TestSends:
     def hold(
-        self, half: NixlScheduler, id: str = "r", ids: tuple[int, ...] = (4, 5, 6), now: float = 10.0
+        self, half: Half, id: str = "r", ids: tuple[int, ...] = (4, 5, 6), now: float = 10.0
     ) -> tuple[dict[str, Any], SendSpec]:
         view = request(id, 48, {"do_remote_decode": True}, n_total=49)
         delayed, params = half.finished(view, (ids,), FinishReason.LENGTH, now)
@@ -391,12 +413,12 @@ class TestSends:
         first, second = make("kv_producer"), make("kv_producer", serve=False)
         second._config = first._config
         with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{first._config.port}"):
-            second.serve({(0, 0): NixlHandshake(b"x")})
+            second.serve({(0, 0): NixlHandshake(PAYLOAD)})
 
     def test_serving_again_replaces_the_payloads_on_the_same_port(self, make: MAKE) -> None:
         half = make("kv_producer")
         server = half._server
-        half.serve({(0, 0): NixlHandshake(b"a new agent")})
+        half.serve({(0, 0): NixlHandshake(PAYLOAD)})
         assert half._server is server
 
 
@@ -445,7 +467,7 @@ def test_shutdown_is_idempotent_and_repr_is_one_line(make: MAKE) -> None:
     half = make("kv_both")
     half.arrived(remote())
     assert repr(half) == (
-        "NixlScheduler(kv_both CompletionLedger(send=0 recv=0 absorbed=0) incoming=1 loading=0)"
+        "NixlScheduler(kv_both CompletionLedger(send=0 recv=0 absorbed=0) incoming=1 loading=0 fences=0)"
     )  # fmt: skip
     half.shutdown()
     half.shutdown()

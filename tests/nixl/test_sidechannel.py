@@ -227,27 +227,27 @@ class TestClient:
     def test_each_handshake_has_its_own_deadline(self, silent: int) -> None:
         now = 0.0
         asking = HandshakeClient(10.0, clock=lambda: now)
+        got: list[str] = []
 
-        def refused_after(at: float) -> list[HandshakeResult]:
-            """Wakes the thread at ``at`` and returns what was found, up to the answer to that."""
-            nonlocal now
-            now = at
-            asking.start(key(1, "a;b"))
-            got: list[HandshakeResult] = []
-            wait_until(lambda: bool(got.extend(asking.results())) or any(r.key == key(1, "a;b") for r in got))
-            return got
+        def rounds(n: int) -> None:
+            """``n`` whole rounds of the thread: an ask that is refused at once comes back in each."""
+            for _ in range(n):
+                seen = got.count("refused")
+                asking.start(("refused", "a;b", 1))
+                wait_until(
+                    lambda was=seen: bool(got.extend(r.key[0] for r in asking.results())) or got.count("refused") > was
+                )
 
         try:
-            asking.start(("first", HOST, silent))
-            refused_after(0.0)
-            asking.start(("second", HOST, silent))
-            refused_after(5.0)
-            refused_after(10.0)  # a wake-up judges deadlines after it has answered
-            found = refused_after(10.0)
-            wait_until(lambda: "pending=1" in repr(asking))
-            assert "second" not in {r.key[0] for r in found}
-            refused_after(15.0)
-            wait_until(lambda: "pending=0" in repr(asking))
+            for name in ("first", "second"):
+                asking.start((name, HOST, silent))
+                rounds(1)
+                now += 5.0
+            rounds(2)  # at 10: the second of them begins after the deadlines of the first were judged
+            assert [name for name in got if name != "refused"] == ["first"]
+            now += 5.0
+            rounds(2)
+            assert [name for name in got if name != "refused"] == ["first", "second"]
         finally:
             asking.close()
 

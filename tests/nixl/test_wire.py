@@ -84,7 +84,7 @@ class TestPayload:
         assert isinstance(frame["agent_metadata_bytes"], bytes)
         inner = msgspec.msgpack.decode(frame["agent_metadata_bytes"])
         assert STOCK.keys() <= inner.keys()
-        assert not any(key.startswith("kvconn") for key in inner)
+        assert [key for key in inner if key not in STOCK and key.startswith("kvconn")] == ["kvconn"]
 
     def test_a_stock_payload_without_ours_decodes(self) -> None:
         got = CODEC.decode_payload(pack({"compatibility_hash": "abc", "agent_metadata_bytes": pack(STOCK)}), "P@h:1")
@@ -98,12 +98,12 @@ class TestPayload:
             {
                 "compatibility_hash": "abc",
                 "agent_metadata_bytes": pack({**STOCK, "ple_block_len": None, "region_members": [["a"]], "new": {}}),
-                "kvconn": {"version": 9, "factors": {}, "seal_key": b"later"},
+                "kvconn": {"version": 9, "factors": {}, "seal_key": b"key", "later": 1},
                 "future": [1, 2, {"x": None}],
             }
         )
         got = CODEC.decode_payload(frame, "P@h:1")
-        assert got.kvconn == KvconnHandshake(9, {})
+        assert got.kvconn == KvconnHandshake(9, {}, b"key")
         assert CODEC.decode_metadata(got, "P@h:1").num_blocks == 4
 
     def test_a_frame_over_the_bound_is_not_decoded(self, monkeypatch: pytest.MonkeyPatch) -> None:

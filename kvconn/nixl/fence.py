@@ -1,0 +1,153 @@
+"""The fence: a reader can tell that blocks were still held for it when its read ended. And the seal on references.
+
+RDMA reads do not involve the producer's processor: a read can succeed on blocks that were given to somebody else. So
+every serving worker registers one array of 64-bit words beside its KV. A request that will be held has a slot of it and
+a random word, written before the first forward that computes for it, and zeroed before the worker reports its release.
+
+Rules
+1. Producer: word written before the first forward; zero stored, then a barrier, then the report, whatever the reason
+   (C8).
+2. Reader: data quiet, then the word is read; equal is good, else read once more, because a torn word can only differ;
+   still different is a failed load. Sound because the data's read had ended before the word's began.
+3. A slot is one request's until one step after its release or abort; the next one gets a new word.
+4. The seal is an HMAC over what the client carries, with a key that peers get in the handshake and clients never see:
+   a client can neither forge ids of other blocks nor a word. It is checked after the handshake, before anything is
+   posted. Whoever reaches the side channel gets the key.
+Bookkeeping is pure; :class:`FenceWords` is the only memory here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import mmap
+import secrets
+import threading
+from collections import deque
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvconn.params import RemoteRef
+from kvconn.transport.base import MemoryRegion
+
+__all__ = ["Fence", "FenceSlots", "FenceWords", "fresh_key", "seal", "seal_fits"]
+
+WORD = 8  # bytes
+
+
+class Fence(msgspec.Struct, frozen=True):
+    """A slot and the word that stands in it while the request's blocks are held."""
+
+    slot: int
+    word: int
+
+
+class FenceSlots:
+    """The scheduler half's book of slots. ``size`` slots, one per block: a request has at least one block."""
+
+    def __init__(self, size: int) -> None:
+        self._free = deque(range(size))
+        self._of: dict[str, Fence] = {}
+        self._cooling: list[int] = []
+        self._closed: list[int] = []
+
+    def open(self, id: str) -> Fence | None:
+        """A slot and a fresh nonzero word for this request; None when all are taken. Asked again: the same."""
+        if id in self._of:
+            return self._of[id]
+        if not self._free:
+            return None
+        fence = Fence(self._free.popleft(), secrets.randbelow((1 << 64) - 1) + 1)
+        self._of[id] = fence
+        return fence
+
+    def get(self, id: str) -> Fence | None:
+        return self._of.get(id)
+
+    def close(self, id: str) -> int | None:
+        """The request is over: its slot is free one step later. Returns the slot."""
+        fence = self._of.pop(id, None)
+        if fence is None:
+            return None
+        self._closed.append(fence.slot)
+        return fence.slot
+
+    def step(self) -> None:
+        """A step begins: what was closed before the last one began is free."""
+        self._free.extend(self._cooling)
+        self._cooling, self._closed = self._closed, []
+
+    def __len__(self) -> int:
+        return len(self._of)
+
+    def __repr__(self) -> str:
+        return f"FenceSlots(open={len(self._of)} free={len(self._free)})"
+
+
+class FenceWords:
+    """A page-aligned array of 64-bit words: a serving worker's fence, or a reader's scratch."""
+
+    def __init__(self, size: int) -> None:
+        self._map = mmap.mmap(-1, max(mmap.PAGESIZE, size * WORD))
+        self._words: npt.NDArray[np.uint64] = np.frombuffer(self._map, np.uint64, count=size)
+        self._barrier = threading.Lock()
+
+    @property
+    def address(self) -> int:
+        return int(self._words.ctypes.data)
+
+    @property
+    def size(self) -> int:
+        return len(self._words)
+
+    def region(self) -> MemoryRegion:
+        """For registration."""
+        return MemoryRegion(self.address, self.size * WORD)
+
+    def write(self, fence: Fence) -> None:
+        """Let the word stand."""
+        self._words[fence.slot] = fence.word
+
+    def zero(self, slot: int) -> None:
+        """Take the word down, seen by everybody before this returns: the lock is the barrier."""
+        self._words[slot] = 0
+        with self._barrier:
+            pass
+
+    def zero_all(self) -> None:
+        """Before memory moves: sleep, reset, shutdown."""
+        self._words[:] = 0
+        with self._barrier:
+            pass
+
+    def read(self, slot: int) -> int:
+        return int(self._words[slot])
+
+    def slot_address(self, slot: int) -> int:
+        return self.address + slot * WORD
+
+    def __repr__(self) -> str:
+        return f"FenceWords(size={self.size} standing={int(np.count_nonzero(self._words))})"
+
+
+def fresh_key() -> bytes:
+    """A producer's seal key, new at every start."""
+    return secrets.token_bytes(32)
+
+
+def seal(key: bytes, ref: RemoteRef, fence: Fence) -> str:
+    """HMAC-SHA256 (hex) over the canonical encoding, msgpack of a tuple, of what a client could change."""
+    canonical = msgspec.msgpack.encode(
+        (ref.transfer_id, fence.word, fence.slot, ref.block_ids, ref.num_tokens, ref.host, ref.port)
+    )
+    return hmac.new(key, canonical, hashlib.sha256).hexdigest()
+
+
+def seal_fits(key: bytes, ref: RemoteRef) -> bool:
+    """True when the reference is as its producer sealed it."""
+    ours = ref.kvconn
+    if ours is None or ours.slot is None or ours.word is None or ours.seal is None:
+        return False
+    return hmac.compare_digest(seal(key, ref, Fence(ours.slot, ours.word)).encode(), ours.seal.encode())

@@ -1,0 +1,150 @@
+"""A producer in a process of its own: real reads between processes, and a peer that may be stopped or killed.
+
+``Producer`` runs a :class:`tests.support.Side` in a fresh interpreter and gives it orders over a pipe. Every order has
+a deadline; leaving the context kills the process.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from multiprocessing.connection import Client, Listener
+from types import TracebackType
+from typing import Any
+
+DEADLINE = 30.0
+
+
+class Producer:
+    """The driver's end. ``lease`` in seconds; ``env`` for the child only, e.g. UCX_TLS."""
+
+    def __init__(self, lease: float = 30.0, env: dict[str, str] | None = None, **side: Any) -> None:
+        with Listener(None, "AF_UNIX") as listener:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.nixl.producer", str(listener.address)], env={**os.environ, **(env or {})}
+            )
+            self._pipe = listener.accept()
+        self._pipe.send(("start", (lease, side)))
+        self._answer()
+
+    def order(self, name: str, *args: Any) -> Any:
+        """Give an order and wait for its answer."""
+        self._pipe.send((name, args))
+        return self._answer()
+
+    def _answer(self) -> Any:
+        if not self._pipe.poll(DEADLINE):
+            raise AssertionError("the producer did not answer in time")
+        ok, value = self._pipe.recv()
+        if not ok:
+            raise AssertionError(f"the producer failed: {value}")
+        return value
+
+    def stop(self) -> None:
+        os.kill(self._process.pid, signal.SIGSTOP)
+
+    def cont(self) -> None:
+        os.kill(self._process.pid, signal.SIGCONT)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait(DEADLINE)
+
+    def __enter__(self) -> Producer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, err: BaseException | None, tb: TracebackType | None) -> None:
+        self.kill()
+        self._pipe.close()
+
+
+class _Child:
+    """The other end: obeys, and steps its engine while it has nothing to obey."""
+
+    def __init__(self, lease: float, side: dict[str, Any]) -> None:
+        from tests.support import NIXL_PRODUCER, Side
+
+        transfer = {**NIXL_PRODUCER, "kv_connector_extra_config": {"kv_lease_duration": lease}}
+        self.side = Side("P", transfer, **side)
+        self._reuse: dict[str, tuple[list[int], int]] = {}
+        self._seen = 0
+
+    def tick(self) -> None:
+        """One step; blocks whose release was reported are overwritten at once, as an engine under pressure does."""
+        self.side.step()
+        for id in self.side.sent[self._seen :]:
+            blocks, seed = self._reuse.pop(id, ([], 0))
+            if blocks:
+                self.side.write(blocks, seed)
+        self._seen = len(self.side.sent)
+
+    def prefill(self, id: str, blocks: list[int], seed: int, reuse_seed: int | None = None) -> Any:
+        if reuse_seed is not None:
+            self._reuse[id] = (blocks, reuse_seed)
+        return self.side.prefill(id, blocks, seed)
+
+    def sent(self) -> list[str]:
+        return list(self.side.sent)
+
+
+def _serve(address: str) -> None:
+    with Client(address) as pipe:
+        child: Any = None
+        while True:
+            if child is None or pipe.poll(0):
+                name, args = pipe.recv()
+                try:
+                    if name == "start":
+                        child, value = _Child(*args), None
+                    else:
+                        value = getattr(child, name)(*args)
+                    pipe.send((True, value))
+                except Exception as err:  # noqa: BLE001 - the test must hear of it
+                    pipe.send((False, repr(err)))
+            child.tick()
+
+
+def races(count: int, seed: int, lease: float = 0.004, env: dict[str, str] | None = None) -> dict[str, int]:
+    """Force ``count`` reads against leases that are ending while the blocks are overwritten on release.
+
+    Returns how many were accepted, how many of those were not whole (must be 0), how many were refused, and how many of
+    the refused had really been overwritten: the reads that a transport alone calls DONE.
+    """
+    from tests.support import NIXL_CONSUMER, Side, wait_until
+
+    rng = random.Random(seed)
+    blocks = list(range(48))
+    out = {"accepted": 0, "accepted but not whole": 0, "refused": 0, "refused and not whole": 0}
+    d = Side("D", NIXL_CONSUMER, num_blocks=64)
+    try:
+        with Producer(lease, env, num_blocks=64) as p:
+            for n in range(count):
+                good, other = 2 * n, 2 * n + 1
+                params = p.order("prefill", f"r{n}", blocks, good, other)
+                end = time.perf_counter() + rng.uniform(0, 2 * lease)
+                while time.perf_counter() < end:
+                    pass
+                view = d.load(f"d{n}", params, blocks)
+                wait_until(lambda n=n: d.step() is not None and len(d.received) == n + 1)  # type: ignore[misc]
+                whole = d.holds(blocks, good)
+                if d.failed and d.failed[-1] == f"d{n}":
+                    out["refused"] += 1
+                    out["refused and not whole"] += not whole
+                else:
+                    out["accepted"] += 1
+                    out["accepted but not whole"] += not whole
+                from kvconn.base import FinishReason
+
+                d.scheduler.request_finished(view, (tuple(blocks),), FinishReason.STOP)
+                wait_until(lambda n=n: f"r{n}" in p.order("sent")[-2:])  # type: ignore[misc]
+    finally:
+        d.close()
+    return out
+
+
+if __name__ == "__main__":
+    _serve(sys.argv[1])
