@@ -8,7 +8,7 @@ Rules
    engine has empty tables (C4).
 4. ``failed`` is a result, ``quiet`` is a release: a rank that failed is settled only when it is quiet (C6).
 5. :class:`CompletionGate` may hold an id back, never invent one: emitted = seen in the engine's sets and own life
-   complete.
+   complete. Of a request that owes a receive and a send only the later is emitted (C13).
 No I/O and no clock: ``now`` is an argument, in seconds of any one clock.
 """
 
@@ -239,7 +239,8 @@ class CompletionGate:
                 emitted.add(id)
         for id in candidates:
             closed = self.ledger.pop_ready(id, direction)
-            if closed is not None:
+            other: Direction = "recv" if direction == "send" else "send"
+            if closed is not None and self.ledger.get(id, other) is None:
                 emitted.add(id)
                 if closed.failed:
                     failed.add(id)

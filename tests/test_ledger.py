@@ -323,6 +323,25 @@ class _ModelLife(msgspec.Struct):
         return any("failed" in words[: self.first_settled(words)] for words in self.owed.values())
 
 
+class TestBothDirections:
+    @pytest.mark.parametrize(("first", "second"), [("send", "recv"), ("recv", "send")])
+    @pytest.mark.parametrize("together", [False, True])
+    def test_a_request_that_owes_both_is_emitted_once_at_the_later(
+        self, first: Direction, second: Direction, together: bool
+    ) -> None:
+        ledger = CompletionLedger()
+        gate = CompletionGate(ledger)
+        lives: dict[Direction, int] = {d: ledger.open("r", d, {(): [0]}) for d in ("send", "recv")}
+
+        def step(*directions: Direction) -> int:
+            facts = [Fact("r", d, lives[d], 0, "done") for d in directions]
+            emit = gate.reports(["r"] if "send" in directions else [], ["r"] if "recv" in directions else [], [], facts)
+            return len(emit.sent) + len(emit.received)
+
+        assert (step(first, second) if together else step(first) * 10 + step(second)) == 1
+        assert len(ledger) == 0
+
+
 class GateAgainstAModel(RuleBasedStateMachine):
     """Emitted exactly once, only when every party reported and the sets named the id; nothing is originated."""
 
@@ -436,6 +455,8 @@ class GateAgainstAModel(RuleBasedStateMachine):
         ready = [x for x in self.lives.values() if x.direction == direction and x.open and x.seen and x.complete]
         for life in ready:
             life.open = False
+        other = "recv" if direction == "send" else "send"
+        ready = [x for x in ready if self.life_of(x.id, other) is None]  # both owed: only the later is emitted
         return out | {x.id for x in ready}, {x.id for x in ready if x.failed and direction == "recv"}
 
     @invariant()
