@@ -76,6 +76,13 @@ def offload_hold(cpu_bytes: int = 1 << 20) -> dict[str, Any]:
     }
 
 
+COMPOSITIONS = {
+    "alone": NIXL_PRODUCER,
+    "in Multi": multi(NIXL_PRODUCER, offload_hold()),
+    "nested": multi(multi(NIXL_PRODUCER, offload_hold()), offload_hold()),
+}
+
+
 class _Output:
     """A worker's output of one step, as an aggregator wants it."""
 
@@ -234,7 +241,9 @@ def _hashes(seed: int, blocks: int) -> list[bytes]:
 
 
 def _make_child(kwargs: dict[str, Any], cls: Any, *args: Any) -> KVConnector:
-    """A Multi's child on the same clock as the Multi."""
+    """A Multi's child on the same clock as the Multi, however deep."""
+    if cls.__name__ == "MultiConnector":
+        return cast(KVConnector, cls(*args, **kwargs, make_child=partial(_make_child, kwargs)))
     return cast(KVConnector, cls(*args, **kwargs))
 
 

@@ -11,7 +11,7 @@ from kvconn.base import FinishReason, RequestView, StepRequest
 from kvconn.nixl.checks import Checks, Verdict
 from kvconn.nixl.fence import Fence, FenceSlots, FenceWords, fresh_key, seal, seal_fits
 from kvconn.params import KvconnRef, RemoteRef
-from tests.support import BLOCK_SIZE, NIXL_CONSUMER, NIXL_PRODUCER, Side, multi, offload_hold, wait_until
+from tests.support import BLOCK_SIZE, COMPOSITIONS, NIXL_CONSUMER, NIXL_PRODUCER, Side, wait_until
 
 
 class TestSlots:
@@ -132,12 +132,11 @@ def finish(p: Side, d: Side, done: Callable[[], bool]) -> None:
 
 
 def nixl(side: Side) -> Any:
-    """The NIXL worker half of rank 0, alone or as a Multi's child."""
+    """The NIXL worker half of rank 0, alone or as the first child of however many Multis."""
     connector: Any = side.workers[0]
-    return getattr(connector, "children", [connector])[0].worker
-
-
-COMPOSITIONS = {"alone": NIXL_PRODUCER, "in Multi": multi(NIXL_PRODUCER, offload_hold())}
+    while hasattr(connector, "children"):
+        connector = connector.children[0]
+    return connector.worker
 
 
 @pytest.mark.parametrize("composition", COMPOSITIONS)

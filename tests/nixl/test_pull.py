@@ -12,20 +12,15 @@ from kvconn.errors import ConfigError
 from kvconn.nixl.connector import NixlConnector
 from tests.support import (
     BLOCK_SIZE,
+    COMPOSITIONS,
     NIXL_CONSUMER,
     NIXL_PRODUCER,
     Side,
     free_port,
-    multi,
-    offload_hold,
     wait_until,
 )
 
 POLLS = ("get_finished", "get_transfer_results")
-COMPOSITIONS = {
-    "alone": NIXL_PRODUCER,
-    "in Multi": multi(NIXL_PRODUCER, offload_hold()),
-}
 
 
 class Clock:
