@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from kvconn.engine.config import EngineConfig
+from kvconn.engine.config import EngineConfig, check
 from kvconn.engine.core import EngineCore, EngineStats
 from kvconn.engine.request import EngineRequest, Finished, FirstToken
 from kvconn.engine.worker import die_with_parent
@@ -42,9 +42,11 @@ class EngineProcess:
         self._events: list[FirstToken | Finished] = []
         self._stats = EngineStats()
         self._workers: list[int] = []
+        self._asked = self._answered = 0
 
     def start(self) -> None:
         """Start the engine and its workers and wait until they are ready. Raises ConfigError, EngineDeadError."""
+        check(self.config)
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["kvconn.engine.core"])
         ours, theirs = context.Pipe()
@@ -105,12 +107,18 @@ class EngineProcess:
     def drain(self, timeout: float) -> bool:
         """Wait until no block is held. False at the deadline. Events are kept for the next poll."""
         deadline = time.monotonic() + timeout
-        while time.monotonic() < deadline:
-            stats = self.stats()
+        while True:
+            self._asked += 1
+            self._send(("stats", self._asked))  # those sent on the way may be older than the last order
+            while self._answered < self._asked:
+                if not self._receive(deadline - time.monotonic()):
+                    return False
+            stats = self._stats
             if not (stats.running or stats.waiting or stats.parked or stats.kv_blocks_used):
                 return True
+            if time.monotonic() >= deadline:
+                return False
             self._receive(_STATS_EVERY)
-        return False
 
     def shutdown(self) -> None:
         """End the engine: asked first, killed at the deadline. Idempotent."""
@@ -131,7 +139,8 @@ class EngineProcess:
         try:
             self._pipe.send(order)
         except OSError:
-            self._receive(0.0)  # its last words, if any
+            while self._receive(0.0):  # its last words, if any, behind what it said before
+                pass
             raise EngineDeadError(f"engine {self.config.name}: is gone") from None
 
     def _receive(self, timeout: float) -> bool:
@@ -146,10 +155,14 @@ class EngineProcess:
             raise EngineDeadError(f"engine {self.config.name}: is gone without a word") from None
         if kind == "error":
             raise value
+        if kind == "refused":
+            raise ConfigError(value)
         if kind == "events":
             self._events += value
         elif kind == "stats":
             self._stats = value
+        elif kind == "asked":
+            self._answered, self._stats = value
         elif kind == "digests":
             self._digests = value
         elif kind == "ready":
@@ -174,20 +187,22 @@ def _engine_main(config: EngineConfig, pipe: Connection) -> None:
         _loop(core, pipe)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         pass  # the driver is gone
-    except (ConfigError, EngineDeadError) as err:
-        _last_words(pipe, err)
+    except ConfigError as err:  # as its problems: an exception is pickled as its text
+        _last_words(pipe, "refused", err.problems)
+    except EngineDeadError as err:
+        _last_words(pipe, "error", err)
     except Exception as err:  # the driver must hear of it
         logging.getLogger("kvconn.engine").exception("engine %s failed", config.name)
-        _last_words(pipe, EngineDeadError(f"engine {config.name}: {type(err).__name__}: {err}"))
+        _last_words(pipe, "error", EngineDeadError(f"engine {config.name}: {type(err).__name__}: {err}"))
     finally:
         if core is not None:
             core.close()
         pipe.close()
 
 
-def _last_words(pipe: Connection, err: Exception) -> None:
+def _last_words(pipe: Connection, kind: str, what: object) -> None:
     with contextlib.suppress(OSError):
-        pipe.send(("error", err))
+        pipe.send((kind, what))
 
 
 def _loop(core: EngineCore, pipe: Connection) -> None:
@@ -206,6 +221,8 @@ def _loop(core: EngineCore, pipe: Connection) -> None:
                 core.add(value)
             elif order == "abort":
                 core.abort(value)
+            elif order == "stats":
+                pipe.send(("asked", (value, core.stats())))
             elif order == "digests":
                 pipe.send(("digests", core.executor.digests(value)))
         if not core.has_work():

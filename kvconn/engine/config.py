@@ -13,7 +13,7 @@ from typing import Any, Literal
 import msgspec
 
 from kvconn.base import GroupView, KVCacheView
-from kvconn.config import KVTransferConfig, ModelView, ParallelConfig, parse_kv_transfer_config
+from kvconn.config import LIMITS, KVTransferConfig, ModelView, ParallelConfig, parse_kv_transfer_config
 from kvconn.errors import ConfigError
 
 __all__ = ["EngineConfig", "ModelSpec", "check", "kv_cache_view", "layer_names", "model_view"]
@@ -63,10 +63,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
     port: int = 5600
     env: dict[str, str] = {}
-    stall_after: float = 30.0
+    stall_after: float = LIMITS.stall_after
     #: seconds one worker may take for one step, and to start
-    step_timeout: float = 60.0
-    start_timeout: float = 120.0
+    step_timeout: float = LIMITS.step
+    start_timeout: float = LIMITS.start
     #: the file the ranks meet at; the executor names it
     store: str = ""
 
@@ -107,7 +107,8 @@ def _consumers(transfer: Mapping[str, Any], pcp: int, path: str = "kv_transfer_c
     """NIXL connectors anywhere in ``transfer`` that read: replicated ranks can't all be filled by one read."""
     problems = []
     if "Nixl" in str(transfer.get("kv_connector")) and transfer.get("kv_role") != "kv_producer":
-        problems.append(f"{path}.kv_role: with replicated PCP {pcp} only kv_producer works, got {transfer['kv_role']}")
+        got = transfer.get("kv_role")
+        problems.append(f"{path}.kv_role: with replicated PCP {pcp} only kv_producer works, got {got}")
     extra = transfer.get("kv_connector_extra_config")
     children = extra.get("connectors", ()) if isinstance(extra, Mapping) else ()
     for index, child in enumerate(children if isinstance(children, list | tuple) else ()):

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 
 from kvconn.engine.config import EngineConfig
-from kvconn.engine.model import LayerHook
+from kvconn.engine.model import LayerHook, page_aligned
 from kvconn.engine.scheduler import Scheduled
 
 __all__ = ["ContentAddressed", "prefix_hashes"]
@@ -53,8 +53,7 @@ class ContentAddressed:
         self._size = config.block_size
         self.min_margin = math.inf
         self.caches = [
-            torch.zeros(config.num_blocks, config.block_size, self._spec.row, dtype=torch.float64)
-            for _ in range(self._spec.n_layers)
+            page_aligned(config.num_blocks, config.block_size, self._spec.row) for _ in range(self._spec.n_layers)
         ]
         self._bytes: list[U64] = [cache.view(torch.int64).numpy().view(np.uint64) for cache in self.caches]
         self._columns = np.arange(1, self._spec.row + 1, dtype=np.uint64) * np.uint64(_GOLDEN)

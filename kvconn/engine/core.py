@@ -12,13 +12,13 @@ from __future__ import annotations
 import logging
 import math
 import time
-import uuid
 from collections.abc import Callable
 
 import msgspec
 
 from kvconn.aggregator import KVOutputAggregator
 from kvconn.base import ConnectorRole, Direction, KVConnector
+from kvconn.config import fresh_engine_id
 from kvconn.engine.config import EngineConfig, check, kv_cache_view
 from kvconn.engine.executor import Executor
 from kvconn.engine.request import EngineRequest, Finished, FirstToken
@@ -58,7 +58,7 @@ class EngineCore:
         transfer = check(config)
         self.config = config
         self._clock = clock
-        engine_id = (transfer.engine_id if transfer is not None else None) or uuid.uuid4().hex
+        engine_id = fresh_engine_id(transfer) if transfer is not None else config.name
         self.executor = Executor(config, transfer, engine_id)
         self.connector: KVConnector | None = None
         self.aggregator = KVOutputAggregator(config.parallel.world)
@@ -146,6 +146,8 @@ class EngineCore:
             if (owed.direction, owed.id) in ids:
                 about = f"{owed.direction} of {owed.id} "
                 missing = f"{about}: the aggregator misses ranks {','.join(map(str, owed.ranks))}"
+                if owed.since is not None:
+                    missing += f" for {now - owed.since:.1f} s"
                 lines.append(next((line for line in known if line.startswith(about)), missing))
         return lines
 

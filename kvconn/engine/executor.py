@@ -2,7 +2,8 @@
 
 Rules
 1. Workers are forked from the engine's own process before that has threads, so that torch is imported once.
-2. Every answer has a deadline; a worker that is silent or gone is an EngineDeadError that names its rank.
+2. Every answer has a deadline; a worker that is silent or gone is an EngineDeadError that names its rank: the first to
+   fail, not those that then miss it in their collectives. A worker's ConfigError stays one.
 3. No worker outlives :meth:`Executor.close` or its engine.
 """
 
@@ -13,7 +14,7 @@ import multiprocessing
 import os
 import tempfile
 import time
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -24,7 +25,7 @@ from kvconn.config import KVTransferConfig
 from kvconn.engine.config import EngineConfig
 from kvconn.engine.scheduler import Step
 from kvconn.engine.worker import WorkerOutput, worker_main
-from kvconn.errors import EngineDeadError
+from kvconn.errors import ConfigError, EngineDeadError
 
 __all__ = ["Executor"]
 
@@ -32,7 +33,7 @@ _END = 10.0
 
 
 class Executor:
-    """``config.parallel.world`` workers. Raises EngineDeadError when one cannot start."""
+    """``config.parallel.world`` workers. Raises EngineDeadError or ConfigError when one cannot start."""
 
     def __init__(self, config: EngineConfig, transfer: KVTransferConfig | None, engine_id: str) -> None:
         self._config = config
@@ -87,22 +88,29 @@ class Executor:
 
     def _collect(self, timeout: float, what: str) -> list[Any]:
         deadline = time.monotonic() + timeout
-        return [self._answer(rank, deadline, what) for rank in range(len(self._pipes))]
+        answers: dict[int, Any] = {}
+        while silent := [rank for rank in range(len(self._pipes)) if rank not in answers]:
+            ready = wait([self._pipes[rank] for rank in silent], max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise self._dead(",".join(map(str, silent)), f"did not answer {what!r} in time")
+            heard = [rank for rank in silent if self._pipes[rank] in ready]
+            for rank in sorted(heard, key=lambda rank: self._processes[rank].is_alive()):  # the dead first
+                answers[rank] = self._answer(rank, what)
+        return [answers[rank] for rank in range(len(self._pipes))]
 
-    def _answer(self, rank: int, deadline: float, what: str) -> Any:
-        pipe = self._pipes[rank]
+    def _answer(self, rank: int, what: str) -> Any:
         try:
-            if not pipe.poll(max(0.0, deadline - time.monotonic())):
-                raise self._dead(rank, f"did not answer {what!r} in time")
-            fine, value = pipe.recv()
+            fine, value = self._pipes[rank].recv()
         except (EOFError, ConnectionResetError):
             self._processes[rank].join(_END)
             raise self._dead(rank, f"ended with {self._processes[rank].exitcode} during {what!r}") from None
-        if not fine:
-            raise self._dead(rank, f"failed during {what!r}:\n{value}")
-        return value
+        if fine:
+            return value
+        if isinstance(value, tuple):
+            raise ConfigError([f"engine {self._config.name}: {problem}" for problem in value])
+        raise self._dead(rank, f"failed during {what!r}:\n{value}")
 
-    def _dead(self, rank: int, what: str) -> EngineDeadError:
+    def _dead(self, rank: int | str, what: str) -> EngineDeadError:
         return EngineDeadError(f"engine {self._config.name}: rank {rank} {what}")
 
     def close(self) -> None:

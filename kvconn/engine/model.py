@@ -7,13 +7,15 @@ Rules
 3. A layer's cache is one tensor ``[num_blocks, block_size, row]``: per token a compressed latent, from which keys and
    values are expanded, and a rotary part shared by all heads (as in multi-head latent attention).
 4. Under replicated PCP each rank computes its part of the prefill tokens, the rows are gathered, and every rank's cache
-   ends up with the same bytes.
+   ends up with the same bytes. So decode tokens are computed apart from prefill tokens, of which ranks have different
+   numbers: a matrix product's rounding depends on its shape.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -24,6 +26,7 @@ from kvconn.engine.scheduler import Scheduled
 __all__ = ["Model", "Ranks", "Transformer", "split"]
 
 LayerHook = Callable[[int], None]
+_PAGE = 4096
 
 
 class Ranks(Protocol):
@@ -51,6 +54,14 @@ def split(n: int, parts: int) -> list[int]:
     return [n // parts + (index < n % parts) for index in range(parts)]
 
 
+def page_aligned(*shape: int) -> torch.Tensor:
+    """Zeros in float64 that share no page with anything else: what is registered with a transport is cache alone."""
+    length = math.prod(shape) * 8
+    raw = torch.zeros(-(-length // _PAGE) * _PAGE + _PAGE, dtype=torch.uint8)
+    start = -raw.data_ptr() % _PAGE
+    return raw[start : start + length].view(torch.float64).view(shape)
+
+
 class _Part:
     """Tokens of one request that this rank computes: positions, and their rows in the flat batch."""
 
@@ -67,6 +78,15 @@ class _Part:
         return s.sample and self.first + self.n == s.start + s.n
 
 
+@dataclass
+class _Lane:
+    """Tokens that are multiplied together: their positions, and their hidden states so far."""
+
+    parts: list[_Part]
+    positions: torch.Tensor
+    x: torch.Tensor
+
+
 class Transformer:
     """One rank of the model."""
 
@@ -76,8 +96,7 @@ class Transformer:
         self._ranks = ranks
         self.min_margin = math.inf
         self.caches = [
-            torch.zeros(config.num_blocks, config.block_size, self._spec.row, dtype=torch.float64)
-            for _ in range(self._spec.n_layers)
+            page_aligned(config.num_blocks, config.block_size, self._spec.row) for _ in range(self._spec.n_layers)
         ]
         self._init_weights()
 
@@ -112,21 +131,27 @@ class Transformer:
         decode = [s for s in batch if s.decode]
         counts = split(sum(s.n for s in prefill), self._ranks.world)
         parts = _cut(prefill, sum(counts[: self._ranks.rank]), counts[self._ranks.rank])
-        mine = parts + [_Part(s, s.start, s.n) for s in decode]
-        n_prefill = sum(part.n for part in parts)
-        positions = torch.tensor([p for part in mine for p in range(part.first, part.first + part.n)], dtype=torch.long)
-        x = self._embed[torch.tensor([t for part in mine for t in part.tokens], dtype=torch.long)]
+        lanes = [self._lane(parts), self._lane([_Part(s, s.start, s.n) for s in decode])]
         slots = self._slots(prefill), self._slots(decode)
         for index, weights in enumerate(self._layers):
             before(index)
-            normed = _norm(x)
-            rows = self._rows(normed, weights, positions)
-            self._store(index, slots[0], self._ranks.gather_rows(rows[:n_prefill], counts))
-            self._store(index, slots[1], rows[n_prefill:])
-            x = x + self._attend(index, normed, weights, positions, mine)
-            x = x + torch.nn.functional.silu(_norm(x) @ weights["ff_in"]) @ weights["ff_out"]
+            normed = [_norm(lane.x) for lane in lanes]
+            rows = [self._rows(n, weights, lane.positions) for n, lane in zip(normed, lanes, strict=True)]
+            self._store(index, slots[0], self._ranks.gather_rows(rows[0], counts))
+            self._store(index, slots[1], rows[1])
+            for n, lane in zip(normed, lanes, strict=True):
+                if lane.parts:
+                    x = lane.x + self._attend(index, n, weights, lane.positions, lane.parts)
+                    lane.x = x + torch.nn.functional.silu(_norm(x) @ weights["ff_in"]) @ weights["ff_out"]
             after(index)
-        return self._sample(batch, mine, x)
+        return self._sample(batch, lanes[0].parts + lanes[1].parts, torch.cat([lane.x for lane in lanes]))
+
+    def _lane(self, parts: list[_Part]) -> _Lane:
+        positions = [p for part in parts for p in range(part.first, part.first + part.n)]
+        tokens = [t for part in parts for t in part.tokens]
+        return _Lane(
+            parts, torch.tensor(positions, dtype=torch.long), self._embed[torch.tensor(tokens, dtype=torch.long)]
+        )
 
     def _slots(self, scheduled: Sequence[Scheduled]) -> torch.Tensor:
         """Flat cache rows of these requests' new tokens."""
@@ -172,7 +197,7 @@ class Transformer:
             scores = scores.masked_fill(hidden[:, None, :], -math.inf) / math.sqrt(spec.head_dim + spec.rope)
             out[here] = torch.einsum("nhc,cl->nhl", scores.softmax(dim=-1), latent)
         values = torch.einsum("nhl,hld->nhd", out, weights["v_up"])
-        return values.reshape(len(normed), -1) @ weights["out"]
+        return values.reshape(len(normed), spec.n_heads * spec.head_dim) @ weights["out"]
 
     def _context(self, layer: int, scheduled: Scheduled, n_tokens: int) -> torch.Tensor:
         blocks = list(scheduled.blocks[: -(-n_tokens // self._size)])

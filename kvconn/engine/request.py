@@ -67,9 +67,9 @@ class Request:
         self.n_computed = 0
         self.blocks: list[int] = []
         self.status = Status.WAITING
-        #: the blocks outlive the request: a receive or a send of the connector's owns them
-        self.held = False
         self.n_cached = 0
+        #: tokens of this admission that the connector fills
+        self.n_external = 0
         self._block_size = block_size
         self._hashes: list[bytes] = []
 

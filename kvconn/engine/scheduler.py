@@ -55,10 +55,14 @@ class Scheduled(msgspec.Struct, frozen=True):
 
 
 class Step(msgspec.Struct, frozen=True):
-    """One step. ``view`` is what connectors see of it."""
+    """One step. ``view`` is what connectors see of it.
+
+    ``loads_first``: a request of it reads KV that a connector loads synchronously, so the load precedes the forward.
+    """
 
     requests: tuple[Scheduled, ...]
     view: StepView
+    loads_first: bool = False
 
 
 class Scheduler:
@@ -78,6 +82,7 @@ class Scheduler:
         self.delayed: dict[str, Request] = {}
         self._finished: list[str] = []
         self._preempted: list[str] = []
+        self._loads_first = False
         self._events: list[FirstToken | Finished] = []
         self._seq = 0
         self.prefill_tokens = 0
@@ -117,7 +122,7 @@ class Scheduler:
 
     def has_work(self) -> bool:
         pending = self._connector is not None and self._connector.has_pending_push_work()
-        return bool(self.requests or self._finished or pending)
+        return bool(self.requests or self._finished or self._events or pending)
 
     # -- a step --------------------------------------------------------------------------------------------------
 
@@ -132,7 +137,8 @@ class Scheduler:
         self._seq += 1
         view = StepView(self._seq, tuple(shares), tuple(self._preempted), tuple(self._finished))
         self._preempted, self._finished = [], []
-        return Step(tuple(chosen), view)
+        loads_first, self._loads_first = self._loads_first, False
+        return Step(tuple(chosen), view, loads_first)
 
     def _schedule_running(self, chosen: list[Scheduled], shares: list[StepRequest], budget: int) -> int:
         for request in list(self.running):
@@ -140,7 +146,7 @@ class Scheduler:
                 continue
             n = min(request.n_total - request.n_computed, budget)
             new = self._grow(request, request.n_computed + n)
-            while new is None and self._preempt_last(request):
+            while new is None and (self._reclaim(request) or self._preempt_last(request)):
                 new = self._grow(request, request.n_computed + n)
             if new is None:
                 continue
@@ -159,6 +165,8 @@ class Scheduler:
                     later.append(self.waiting.popleft())
                     continue
                 if not admitted:
+                    if self._reclaim(request):
+                        continue
                     break
                 if request.status is Status.PARKED:
                     self.waiting.popleft()
@@ -168,10 +176,14 @@ class Scheduler:
             if new is None:
                 if fresh:
                     self._unadmit(request)
-                elif self._reclaim(request):
+                if self._reclaim(request):
                     continue
                 break
-            self._tell_allocated(request, 0)
+            if fresh:
+                self._admission_stands(request)
+                self._loads_first |= request.n_external > 0
+            else:
+                self._tell_allocated(request, 0)
             self.waiting.popleft()
             request.status = Status.RUNNING
             self.running.append(request)
@@ -196,19 +208,23 @@ class Scheduler:
         request.blocks = hits + fresh
         request.n_computed = len(hits) * size
         request.n_cached = len(hits)
-        self.prefix_hit_tokens += request.n_computed
-        if external == 0:
-            return True
-        self.external_tokens += external
-        self._tell_allocated(request, external)
-        if asynchronous:
+        request.n_external = external
+        if external and asynchronous:
+            self._admission_stands(request)
             request.status = Status.PARKED
             self.parked[request.id] = request
             self._expect("recv", request.id, now)
-        request.n_computed += external
-        if not asynchronous:
+            request.n_computed += external
+        elif external:
+            request.n_computed += external
             self._leave_one_token(request)
         return True
+
+    def _admission_stands(self, request: Request) -> None:
+        """Only now, with all its blocks, an admission is counted, and its connector told, once."""
+        self.prefix_hit_tokens += request.n_cached * self._config.block_size
+        self.external_tokens += request.n_external
+        self._tell_allocated(request, request.n_external)
 
     def _match(self, request: Request, local: int) -> tuple[int | None, bool]:
         if self._connector is None:
@@ -221,13 +237,13 @@ class Scheduler:
             self._connector.update_state_after_alloc(request.view(), blocks, external)
 
     def _unadmit(self, request: Request) -> None:
-        """No room for the first chunk: give back what :meth:`_admit` took."""
+        """Back to before :meth:`_admit`: no blocks, nothing computed."""
         self.pool.give_back(request.blocks)
-        request.blocks, request.n_computed, request.n_cached = [], 0, 0
+        request.blocks, request.n_computed, request.n_cached, request.n_external = [], 0, 0, 0
 
     def _reclaim(self, asking: Request) -> bool:
-        """Requests whose KV came hold every block and none can grow: take the last one's. False if others will free."""
-        if self.running or self.parked or self.delayed:
+        """Waiting requests whose KV came hold what ``asking`` needs: take the last one's. False if others will free."""
+        if self.parked or self.delayed or any(one is not asking for one in self.running):
             return False
         victim = next((one for one in reversed(self.waiting) if one.blocks and one is not asking), None)
         if victim is not None:
@@ -245,8 +261,7 @@ class Scheduler:
     def _preempt_last(self, asking: Request) -> bool:
         """Preempt the last comer. False when that is the one who asks: it was preempted itself."""
         victim = self.running.pop()
-        self.pool.give_back(victim.blocks)
-        victim.blocks, victim.n_computed, victim.n_cached = [], 0, 0
+        self._unadmit(victim)
         victim.status = Status.WAITING
         self.waiting.appendleft(victim)
         self._preempted.append(victim.id)
@@ -369,8 +384,7 @@ class Scheduler:
         request.status = Status.WAITING
         self.waiting.appendleft(request)
         if self._recompute:
-            self.pool.give_back(request.blocks)
-            request.blocks, request.n_computed, request.n_cached = [], 0, 0
+            self._unadmit(request)
         else:
             self._finish(request, FinishReason.ERROR, now, error="KV load failed")
 

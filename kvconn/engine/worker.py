@@ -2,10 +2,11 @@
 
 Rules
 1. The connector is called in vLLM's order: handle_preemptions, bind_connector_metadata, the forward with its layer
-   hooks, start_load_kv (asynchronous loads start after the forward), wait_for_save, the poll, stats, worker metadata,
-   clear_connector_metadata. An empty step is the same without the forward.
+   hooks, start_load_kv, wait_for_save, the poll, stats, worker metadata, clear_connector_metadata. Asynchronous loads
+   start after the forward; a step with a synchronous one calls start_load_kv before it instead. An empty step is the
+   same without the forward.
 2. A worker obeys one pipe and ends with it: end of file, or the death of its parent, is its end.
-3. What goes wrong here is told to the engine as text; the engine names the rank and ends.
+3. What goes wrong here is told to the engine, a ConfigError as its problems, all else as text; the engine ends.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from kvconn.engine.config import EngineConfig, kv_cache_view, layer_names, model
 from kvconn.engine.content import ContentAddressed
 from kvconn.engine.model import Model, make_model
 from kvconn.engine.scheduler import Step
+from kvconn.errors import ConfigError
 from kvconn.factory import get_connector_class
 
 __all__ = ["WorkerOutput", "connector_config", "die_with_parent", "worker_main"]
@@ -120,8 +122,11 @@ class Worker:
             return self._output(self._forward(step), None, step)
         connector.handle_preemptions(metadata)
         connector.bind_connector_metadata(metadata)
+        if step.loads_first:
+            connector.start_load_kv()
         tokens = self._forward(step)
-        connector.start_load_kv()
+        if not step.loads_first:
+            connector.start_load_kv()
         connector.wait_for_save()
         results = connector.get_transfer_results(set(step.view.finished))
         part = KVConnectorOutput(
@@ -213,8 +218,9 @@ def _obey(worker: Worker, pipe: Connection) -> None:
 
 
 def _tell(pipe: Connection, err: Exception) -> None:
+    told = err.problems if isinstance(err, ConfigError) else "".join(traceback.format_exception(err))
     with contextlib.suppress(OSError):
-        pipe.send((False, "".join(traceback.format_exception(err))))
+        pipe.send((False, told))
 
 
 def die_with_parent() -> None:
