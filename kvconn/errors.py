@@ -59,7 +59,7 @@ class PeerError(KvconnError):
     def __init__(self, peer: str, stage: str, what: str) -> None:
         self.peer = peer
         self.stage = stage
-        super().__init__(f"peer {peer}, {stage}: {what}")
+        super().__init__(f"peer {peer}, {stage}: {what[:2000]}")  # a peer's own words may be in it, of any length
 
 
 class TransportError(KvconnError):

@@ -39,7 +39,7 @@ MAX_SIZE = 4096
 _BASE62 = string.digits + string.ascii_letters
 
 
-class KvconnRef(msgspec.Struct, frozen=True):
+class KvconnRef(msgspec.Struct, frozen=True, omit_defaults=True):
     """What kvconn adds to a reference.
 
     ``slot`` and ``word`` are the producer's fence for it, ``seal`` its HMAC in hex (kvconn.nixl.fence), ``deadline``
@@ -192,8 +192,10 @@ def _kvconn(value: object) -> KvconnRef | None:
         return None
     try:
         ref = msgspec.convert(value, KvconnRef, strict=True)
-    except msgspec.ValidationError as err:
+    except (msgspec.ValidationError, UnicodeError) as err:  # JSON may hold lone surrogates
         raise RequestError("kv_transfer_params.kvconn", str(err), value) from None
+    if ref.seal is not None and not ref.seal.isascii():
+        raise RequestError("kv_transfer_params.kvconn.seal", "hexadecimal digits", ref.seal)
     if ref.word is not None and ref.word >= 1 << 64:
         raise RequestError("kv_transfer_params.kvconn.word", "a 64-bit word", ref.word)
     if ref.deadline is not None and not math.isfinite(ref.deadline):

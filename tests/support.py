@@ -100,6 +100,7 @@ class Side:
         *,
         pcp: int = 1,
         num_blocks: int = 32,
+        port: int | None = None,
         poll: str = "get_transfer_results",
         make: Callable[..., KVConnector] | None = None,
         **kwargs: Any,
@@ -117,7 +118,7 @@ class Side:
             engine_id=name,
             parallel=ParallelConfig(pcp=pcp),
             model=ModelView("m", "uint8", len(LAYERS), 1, ROW, BLOCK_SIZE),
-            port=free_port(),
+            port=port or free_port(),
         )
         self.caches = [
             {n: np.zeros((num_blocks, BLOCK_SIZE * ROW), np.uint8) for n in LAYERS} for _ in range(pcp)
@@ -208,9 +209,11 @@ class Side:
             for layer, name in enumerate(LAYERS):
                 cache[name][blocks] = pattern(seed, layer, len(blocks))
 
-    def load(self, id: str, params: dict[str, Any] | None, blocks: list[int], hits: int = 0) -> RequestView:
+    def load(
+        self, id: str, params: dict[str, Any] | None, blocks: list[int], hits: int = 0, tokens: tuple[int, ...] = ()
+    ) -> RequestView:
         """Admit a request with ``params`` whose block table is ``blocks``, the first ``hits`` of them local hits."""
-        view = RequestView(id, len(blocks) * BLOCK_SIZE, len(blocks) * BLOCK_SIZE, params)
+        view = RequestView(id, len(blocks) * BLOCK_SIZE, len(blocks) * BLOCK_SIZE, params, lambda: tokens)
         self.scheduler.on_new_request(view)
         n, _ = self.scheduler.get_num_new_matched_tokens(view, hits * BLOCK_SIZE)
         if n:

@@ -55,7 +55,7 @@ class TestGoodReferences:
             tp_size=2,
             pp_size=3,
             dcp_size=4,
-            kvconn=KvconnRef(12.5),
+            kvconn=KvconnRef(deadline=12.5),
         )
         assert ref.peer == ("P", "127.0.0.1", 5600)
 
@@ -191,7 +191,14 @@ class TestRoundTrip:
         groups=st.lists(st.lists(st.integers(0, (1 << 31) - 1), max_size=6), min_size=1, max_size=3).filter(any),
         data=st.data(),
         sizes=st.tuples(*[st.integers(1, 4096)] * 3),
-        ours=st.none() | st.builds(KvconnRef, st.none() | st.floats(allow_nan=False, allow_infinity=False)),
+        ours=st.none()
+        | st.builds(
+            KvconnRef,
+            slot=st.none() | st.integers(0, 2**31 - 1),
+            word=st.none() | st.integers(1, 2**64 - 1),
+            seal=st.none() | st.text("0123456789abcdef", max_size=64),
+            deadline=st.none() | st.floats(allow_nan=False, allow_infinity=False),
+        ),
     )
     def test_what_a_producer_writes_a_consumer_reads_back_through_json(
         self,
@@ -227,7 +234,7 @@ class TestRoundTrip:
             "dcp_size",
             "transfer_mode",
         }
-        fenced = to_params(msgspec.structs.replace(ref, kvconn=KvconnRef(2.0)))
+        fenced = to_params(msgspec.structs.replace(ref, kvconn=KvconnRef(deadline=2.0)))
         assert fenced["kvconn"] == {"deadline": 2.0}
 
 
@@ -275,3 +282,18 @@ def test_transfer_ids_are_22_characters_of_base62_and_never_the_same() -> None:
     assert len(ids) == 2000
     assert all(re.fullmatch(r"[0-9A-Za-z]{22}", id) for id in ids)
     assert len(set("".join(ids))) == 62  # every character is in use
+
+
+class TestLoneSurrogates:
+    """Python's JSON reads them; they must end in a RequestError like anything else (C9)."""
+
+    GOOD = to_params(RemoteRef("P", "t", "h", 1, ((1,),), 3, kvconn=KvconnRef(1, 2, "ab")))
+
+    @pytest.mark.parametrize("where", ["slot", "word", "seal", "deadline", "\ud800"])
+    def test_in_a_field_of_ours(self, where: str) -> None:
+        with pytest.raises(RequestError):
+            parse_remote({**self.GOOD, "kvconn": {**self.GOOD["kvconn"], where: "\ud800"}}, 16)
+
+    def test_in_place_of_ours(self) -> None:
+        with pytest.raises(RequestError):
+            parse_remote({**self.GOOD, "kvconn": "\ud800"}, 16)

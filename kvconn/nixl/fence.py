@@ -24,6 +24,7 @@ import mmap
 import secrets
 import threading
 from collections import deque
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
@@ -32,7 +33,7 @@ import numpy.typing as npt
 from kvconn.params import RemoteRef
 from kvconn.transport.base import MemoryRegion
 
-__all__ = ["Fence", "FenceSlots", "FenceWords", "fresh_key", "seal", "seal_fits"]
+__all__ = ["Fence", "FenceSlots", "FenceWords", "fresh_key", "prompt_digest", "seal", "seal_fits"]
 
 WORD = 8  # bytes
 
@@ -137,17 +138,26 @@ def fresh_key() -> bytes:
     return secrets.token_bytes(32)
 
 
-def seal(key: bytes, ref: RemoteRef, fence: Fence) -> str:
-    """HMAC-SHA256 (hex) over the canonical encoding, msgpack of a tuple, of what a client could change."""
+def prompt_digest(tokens: Sequence[int], n_tokens: int) -> bytes:
+    """sha256 over the first ``n_tokens`` tokens: what the blocks of a reference are the KV of."""
+    return hashlib.sha256(np.asarray(tokens[:n_tokens], dtype=np.int64).tobytes()).digest()
+
+
+def seal(key: bytes, ref: RemoteRef, fence: Fence, prompt: bytes) -> str:
+    """HMAC-SHA256 (hex) over the canonical encoding, msgpack of a tuple, of what a client could change.
+
+    ``prompt`` is the :func:`prompt_digest`: a good reference handed over with another prompt would put wrong KV into
+    the reader's prefix cache, for everybody.
+    """
     canonical = msgspec.msgpack.encode(
-        (ref.transfer_id, fence.word, fence.slot, ref.block_ids, ref.num_tokens, ref.host, ref.port)
+        (ref.transfer_id, fence.word, fence.slot, ref.block_ids, ref.num_tokens, ref.host, ref.port, prompt)
     )
     return hmac.new(key, canonical, hashlib.sha256).hexdigest()
 
 
-def seal_fits(key: bytes, ref: RemoteRef) -> bool:
-    """True when the reference is as its producer sealed it."""
+def seal_fits(key: bytes, ref: RemoteRef, prompt: bytes) -> bool:
+    """True when the reference is as its producer sealed it, for the prompt it was sealed for."""
     ours = ref.kvconn
     if ours is None or ours.slot is None or ours.word is None or ours.seal is None:
         return False
-    return hmac.compare_digest(seal(key, ref, Fence(ours.slot, ours.word)).encode(), ours.seal.encode())
+    return hmac.compare_digest(seal(key, ref, Fence(ours.slot, ours.word), prompt).encode(), ours.seal.encode())

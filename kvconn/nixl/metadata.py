@@ -44,8 +44,11 @@ class LoadSpec(msgspec.Struct, frozen=True):
     local: BlockIds = ()
     hits: tuple[int, ...] = ()
     refused: str | None = None
-    #: seconds since the request came, and whether a heartbeat was sent for it since
+    #: seconds since the request came
     waited: float = 0.0
+    #: what the prompt is, as the seal has it
+    prompt: bytes = b""
+    #: whether a heartbeat was sent for it since
     beating: bool = False
 
 

@@ -146,6 +146,10 @@ class Peers:
         if self._peers.get(peer.key) is peer:
             del self._peers[peer.key]
 
+    def aliases(self, peer: Peer) -> list[Peer]:
+        """Other peers with the same agent: one engine under several addresses."""
+        return [p for p in self._peers.values() if p is not peer and p.agent is not None and p.agent == peer.agent]
+
     def clear(self) -> list[Peer]:
         """Forget all peers (our agent is gone); the caller fails them, so that nothing waits on a forgotten one."""
         out = list(self._peers.values())

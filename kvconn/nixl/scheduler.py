@@ -28,7 +28,7 @@ from kvconn.errors import RequestError
 from kvconn.geometry import blocks_for
 from kvconn.ledger import CompletionGate, CompletionLedger, Emit
 from kvconn.metrics import Meter
-from kvconn.nixl.fence import Fence, FenceSlots, fresh_key, seal
+from kvconn.nixl.fence import Fence, FenceSlots, fresh_key, prompt_digest, seal
 from kvconn.nixl.metadata import LoadSpec, NixlHandshake, NixlStep, SendSpec
 from kvconn.nixl.peers import PeerKey
 from kvconn.nixl.sidechannel import HandshakeServer
@@ -83,7 +83,7 @@ class NixlScheduler:
         self._loads: list[LoadSpec] = []
         self._releases: list[RemoteRef] = []
         self._next_heartbeat = 0.0
-        self._newcomers = False
+        self._newcomers: list[str] = []
         self._fences = FenceSlots(kv_cache.num_blocks)
         self._to_hold: set[str] = set()
         self._lifted: list[int] = []
@@ -107,7 +107,7 @@ class NixlScheduler:
             return
         if ref is not None:
             self._incoming[view.id] = _Incoming(ref, None, now)
-            self._newcomers = True
+            self._newcomers.append(view.id)
 
     def match(self, view: RequestView, local_tokens: int, now: float) -> tuple[int | None, bool]:
         """Tokens beyond ``local_tokens`` that the producer holds; a pure function of the request until allocated."""
@@ -148,8 +148,16 @@ class NixlScheduler:
         filled = tuple(
             ids[hit : hit + blocks_for(n_external, size)] for ids, hit in zip(blocks.ids, blocks.hashed, strict=True)
         )
-        waited = now - incoming.arrived
-        return LoadSpec(view.id, n, incoming.ref, filled, blocks.hashed, waited=waited, beating=incoming.beating)
+        return LoadSpec(
+            view.id,
+            n,
+            incoming.ref,
+            filled,
+            blocks.hashed,
+            waited=now - incoming.arrived,
+            prompt=prompt_digest(view.tokens(), incoming.ref.num_tokens),
+            beating=incoming.beating,
+        )
 
     # -- producer ------------------------------------------------------------------------------------------------
 
@@ -172,7 +180,7 @@ class NixlScheduler:
             if not open_already:
                 self._lift(view.id)
             return False, None
-        return True, to_params(self._hold(view.id, held, n_tokens, fence, readers, now))
+        return True, to_params(self._hold(view, held, n_tokens, fence, readers, now))
 
     def _readers(self, view: RequestView) -> int | None:
         """How many engines will read; None when the router's word is wrong, which holds nothing."""
@@ -189,8 +197,10 @@ class NixlScheduler:
         if slot is not None:
             self._lifted.append(slot)
 
-    def _hold(self, id: str, held: BlockIds, n_tokens: int, fence: Fence, readers: int, now: float) -> RemoteRef:
-        n = self.ledger.open(id, "send", {(): self._ranks}, now=now)
+    def _hold(
+        self, view: RequestView, held: BlockIds, n_tokens: int, fence: Fence, readers: int, now: float
+    ) -> RemoteRef:
+        n = self.ledger.open(view.id, "send", {(): self._ranks}, now=now)
         deadline = now + self._settings.kv_lease_duration
         parallel = self._config.parallel
         ref = RemoteRef(
@@ -204,8 +214,9 @@ class NixlScheduler:
             pp_size=parallel.pp,
             dcp_size=parallel.dcp,
         )
-        ours = KvconnRef(fence.slot, fence.word, seal(self._seal_key, ref, fence), deadline)
-        self._sends.append(SendSpec(id, n, ref.transfer_id, deadline, readers, fence.slot))
+        sealed = seal(self._seal_key, ref, fence, prompt_digest(view.tokens(), n_tokens))
+        ours = KvconnRef(fence.slot, fence.word, sealed, deadline)
+        self._sends.append(SendSpec(view.id, n, ref.transfer_id, deadline, readers, fence.slot))
         return msgspec.structs.replace(ref, kvconn=ours)
 
     # -- steps ---------------------------------------------------------------------------------------------------
@@ -234,17 +245,24 @@ class NixlScheduler:
         return tuple(fence for id in first if (fence := self._fences.open(id)) is not None)
 
     def _heartbeats(self, now: float) -> tuple[tuple[PeerKey, tuple[str, ...]], ...]:
-        if now < self._next_heartbeat and not self._newcomers:
+        due, newcomers = now >= self._next_heartbeat, self._newcomers
+        if not due and not newcomers:
             return ()
-        self._newcomers = False
-        self._next_heartbeat = now + self._settings.kv_lease_duration / 6
-        wanted: dict[PeerKey, list[str]] = {}
-        waiting: list[RemoteRef] = []
-        for incoming in self._incoming.values():
+        self._newcomers = []
+        arrived: Iterable[_Incoming] = self._incoming.values()
+        refs: list[RemoteRef] = []
+        if due:
+            self._next_heartbeat = now + self._settings.kv_lease_duration / 6
+        else:
+            arrived = [one for id in newcomers if (one := self._incoming.get(id)) is not None]
+        for incoming in arrived:
             if not incoming.consumed and incoming.ref is not None:
                 incoming.beating = True
-                waiting.append(incoming.ref)
-        for ref in (*waiting, *self._loading.values()):
+                refs.append(incoming.ref)
+        if due:
+            refs += self._loading.values()
+        wanted: dict[PeerKey, list[str]] = {}
+        for ref in refs:
             wanted.setdefault(ref.peer, []).append(ref.transfer_id)
         return tuple((peer, tuple(ids)) for peer, ids in wanted.items())
 

@@ -28,6 +28,8 @@ __all__ = ["HandshakeClient", "HandshakeResult", "HandshakeServer"]
 
 log = logging.getLogger("kvconn.nixl")
 _POLL_MS = 100
+#: peers asked at once; each is a socket, and requests name as many peers as they like
+MAX_PENDING = 128
 
 
 class HandshakeServer:
@@ -152,9 +154,9 @@ class HandshakeClient:
                         self._wake_in.recv()
                     else:
                         self._receive(poller, socket)
-                while self._asks:
-                    self._ask(poller, *self._asks.popleft())
                 self._expire(poller)
+                while self._asks and len(self._pending) < MAX_PENDING:
+                    self._ask(poller, *self._asks.popleft())
         finally:  # an open socket would hang close()
             for socket in self._pending:
                 socket.close()

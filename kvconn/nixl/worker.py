@@ -37,7 +37,7 @@ from kvconn.nixl.fence import WORD, Fence, FenceWords, seal_fits
 from kvconn.nixl.leases import Ended, SendLeases
 from kvconn.nixl.metadata import LoadSpec, NixlHandshake, NixlStep, SendSpec
 from kvconn.nixl.pairing import pair_blocks, ranges
-from kvconn.nixl.peers import Peer, PeerKey, Peers, Work
+from kvconn.nixl.peers import Peer, PeerKey, Peers, PeerState, Work
 from kvconn.nixl.plan import Incompatible, Plan, make_plan
 from kvconn.nixl.sidechannel import HandshakeClient, HandshakeResult
 from kvconn.nixl.transfers import Reads
@@ -62,6 +62,8 @@ SCRATCH = 4096
 #: seconds a poll may wait for a fence word, which takes microseconds on a good day
 SPIN = 200e-6
 EVICT_EVERY = 10.0
+#: transfer ids in one heartbeat: of the longest, they stay below wire.MAX_NOTIFICATION
+HEARTBEAT_IDS = 256
 MIN_KEY = 16
 
 
@@ -241,7 +243,7 @@ class NixlWorker:
             self._admit_unfenced(load, peer)
             return
         ours = ref.kvconn
-        if ours is None or ours.slot is None or ours.word is None or not seal_fits(plan.seal_key, ref):
+        if ours is None or ours.slot is None or ours.word is None or not seal_fits(plan.seal_key, ref, load.prompt):
             self.meter.add("seals_refused")
             raise RequestError(
                 "kv_transfer_params", f"what {peer.name} returned, unchanged (its seal does not fit)", ref
@@ -399,16 +401,20 @@ class NixlWorker:
     def _lose(self, peer: Peer) -> None:
         """The connection failed and its ERR handles are quiet. When nothing is posted any more the peer is forgotten,
         so that the next request shakes hands anew."""
-        for handle in self._reads.peer_gone(peer.key):
-            self._forget(handle)
-        peer.drain("its connection failed")
+        for one in (peer, *self._peers.aliases(peer)):
+            for handle in self._reads.peer_gone(one.key):
+                self._forget(handle)
+            self._drop(one, "its connection failed")
+
+    def _drop(self, peer: Peer, why: str) -> None:
+        peer.drain(why)
         if peer.idle:
             self._peers.forget(peer)
             self._remove(peer)
 
     def _remove(self, peer: Peer) -> None:
-        if peer.agent is None or self._transport is None:
-            return
+        if peer.agent is None or self._transport is None or self._peers.aliases(peer):
+            return  # the agent is in use as long as one address of its engine is
         try:
             self._transport.remove_peer(peer.agent)
         except TransportError as err:
@@ -442,7 +448,7 @@ class NixlWorker:
             return
         for result in self._client.results():
             peer = self._peers.get(result.key)
-            if peer is not None:
+            if peer is not None and peer.state is PeerState.HANDSHAKING:  # else late: asked before we forgot it
                 self._finish_handshake(peer, result, now)
 
     def _finish_handshake(self, peer: Peer, result: HandshakeResult, now: float) -> None:
@@ -525,7 +531,8 @@ class NixlWorker:
         self._notify(peer, encode_done(ref.transfer_id, readers))
 
     def _heartbeat(self, transfer_ids: tuple[str, ...], peer: Peer | None, why: str, now: float) -> None:
-        self._notify(peer, encode_heartbeats(transfer_ids))
+        for start in range(0, len(transfer_ids), HEARTBEAT_IDS):
+            self._notify(peer, encode_heartbeats(transfer_ids[start : start + HEARTBEAT_IDS]))
 
     def _notify(self, peer: Peer | None, message: bytes) -> None:
         if peer is None or peer.agent is None or self._transport is None:
@@ -535,6 +542,9 @@ class NixlWorker:
         except TransportError as err:
             self.meter.add("nixl_num_failed_notifications")
             log.warning("rank %d: cannot notify %s: %s", self.role.rank, peer.name, err)
+            if peer.idle:  # gone or restarted; nothing of ours is posted, so that the next request shakes hands anew
+                for one in (peer, *self._peers.aliases(peer)):
+                    self._drop(one, "it could not be notified")
 
     # -- the rest ------------------------------------------------------------------------------------------------
 

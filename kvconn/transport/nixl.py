@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import re
 import threading
 import time
 import uuid
@@ -55,6 +56,10 @@ TROUBLE_PAUSE: Final = 50e-3
 MAX_NOTIFICATIONS: Final = 65536
 #: how long close() waits for the pump, which is at most one progress call away from seeing the flag.
 JOIN_TIMEOUT: Final = 10.0
+
+#: the memory type of each descriptor list in a blob. NIXL 1.5 indexes an array with it, unchecked (SIGSEGV).
+_MEM_TYPES: Final = re.compile(rb"nixl[SB]DList\|t\x04\0{7}(.{4})", re.DOTALL)
+MAX_MEM_TYPE: Final = 4
 
 _FINAL: Final = {"DONE": HandleState.DONE, "ERR": HandleState.ERR}
 
@@ -193,6 +198,10 @@ class NixlTransport(Transport):
             raise TransportError(
                 f"add_peer: expected the peer's agent metadata, got {type(blob).__name__} of length "
                 f"{len(blob) if isinstance(blob, bytes) else 'unknown'}; the peer's handshake is wrong"
+            )
+        if any(int.from_bytes(kind, "little") > MAX_MEM_TYPE for kind in _MEM_TYPES.findall(blob)):
+            raise TransportError(
+                "add_peer: the blob names a memory type that NIXL has not; the peer sent a damaged one"
             )
         with self._gate:
             agent = self._open("add_peer")

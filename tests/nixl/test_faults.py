@@ -10,7 +10,7 @@ import pytest
 
 from kvconn.transport.nixl import cma_usable
 from tests.nixl.producer import Producer, races
-from tests.support import NIXL_CONSUMER, Side, wait_until
+from tests.support import NIXL_CONSUMER, Side, free_port, wait_until
 
 TCP = {"UCX_TLS": "tcp"}
 BLOCKS = list(range(48))
@@ -18,7 +18,7 @@ BLOCKS = list(range(48))
 
 @pytest.fixture
 def d() -> Iterator[Side]:
-    extra = {"kv_connector_extra_config": {"kvconn": {"read": 0.5, "handshake": 2.0}}}
+    extra = {"kv_connector_extra_config": {"kvconn": {"read": 2.0, "handshake": 5.0}}}
     side = Side("D", {**NIXL_CONSUMER, **extra}, num_blocks=64)
     yield side
     side.close()
@@ -53,6 +53,7 @@ def test_a_producer_stopped_in_mid_read_leaves_the_blocks_in_quarantine_until_it
         warm = p.order("prefill", "warm", BLOCKS, 1)
         d.load("warm", warm, BLOCKS)
         step_until(d, lambda: d.received == ["warm"])
+        assert d.failed == []
         params = p.order("prefill", "a", BLOCKS, 2)
         p.stop()
         d.load("r", params, BLOCKS)
@@ -70,6 +71,7 @@ def test_a_killed_producer_fails_the_request_and_the_next_one_is_served(d: Side,
     with Producer(env=TCP, num_blocks=64) as p:
         d.load("warm", p.order("prefill", "warm", BLOCKS, 1), BLOCKS)
         step_until(d, lambda: d.received == ["warm"])
+        assert d.failed == []
         params = p.order("prefill", "a", BLOCKS, 2)
         if stopped_first:  # the read is under way when the producer dies
             p.stop()
@@ -93,6 +95,7 @@ def test_a_read_that_never_ends_is_ended_by_a_new_agent(d: Side) -> None:
     with Producer(env=TCP, num_blocks=64) as p:
         d.load("warm", p.order("prefill", "warm", BLOCKS, 1), BLOCKS)
         step_until(d, lambda: d.received == ["warm"])
+        assert d.failed == []
         params = p.order("prefill", "a", BLOCKS, 2)
         p.stop()
         d.load("r", params, BLOCKS)
@@ -113,3 +116,30 @@ def _with_age(settings: Any, age: float) -> Any:
     import msgspec
 
     return msgspec.structs.replace(settings, kvconn=msgspec.structs.replace(settings.kvconn, quarantine_age=age))
+
+
+def test_a_producer_that_restarts_under_its_old_name_and_port_is_served_again(d: Side) -> None:
+    port = free_port()
+    with Producer(env=TCP, num_blocks=64, port=port) as p:
+        d.load("warm", p.order("prefill", "warm", BLOCKS, 1), BLOCKS)
+        step_until(d, lambda: d.received == ["warm"])
+    with Producer(env=TCP, num_blocks=64, port=port) as p:
+        for n in range(3):  # the first may still meet the old connection and the old key; nothing wrong is handed over
+            d.load(f"r{n}", p.order("prefill", f"a{n}", BLOCKS, 2), BLOCKS)
+            step_until(d, lambda n=n: f"r{n}" in d.received)
+        assert "r2" not in d.failed and d.holds(BLOCKS, 2)
+
+
+def test_one_engine_under_two_addresses_stays_readable_when_one_of_them_is_forgotten(d: Side) -> None:
+    with Producer(num_blocks=64) as p:
+        d.load("a", p.order("prefill", "a", BLOCKS, 1), BLOCKS)
+        step_until(d, lambda: d.received == ["a"])
+        d.load("alias", {**p.order("prefill", "b", BLOCKS, 2), "remote_host": "localhost"}, BLOCKS)
+        step_until(d, lambda: "alias" in d.received)
+        assert d.failed == ["alias"]  # the seal names the address
+        w = worker(d)
+        (alias,) = [peer for peer in w._peers.ready() if peer.key[1] == "localhost"]
+        w._drop(alias, "evicted")
+        d.load("c", p.order("prefill", "c", BLOCKS, 3), BLOCKS)
+        step_until(d, lambda: "c" in d.received)
+        assert d.failed == ["alias"] and d.holds(BLOCKS, 3)

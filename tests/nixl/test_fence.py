@@ -9,7 +9,7 @@ import pytest
 
 from kvconn.base import FinishReason, RequestView, StepRequest
 from kvconn.nixl.checks import Checks, Verdict
-from kvconn.nixl.fence import Fence, FenceSlots, FenceWords, fresh_key, seal, seal_fits
+from kvconn.nixl.fence import Fence, FenceSlots, FenceWords, fresh_key, prompt_digest, seal, seal_fits
 from kvconn.params import KvconnRef, RemoteRef
 from tests.support import BLOCK_SIZE, COMPOSITIONS, NIXL_CONSUMER, NIXL_PRODUCER, Side, wait_until
 
@@ -83,12 +83,16 @@ class TestChecks:
 REF = RemoteRef("P", "t", "127.0.0.1", 5600, ((1, 2, 3),), 48)
 
 
+PROMPT = prompt_digest([1, 2, 3], 3)
+
+
 class TestSeal:
     def test_only_what_was_sealed_fits(self) -> None:
         key, fence = fresh_key(), Fence(4, 99)
-        good = KvconnRef(4, 99, seal(key, REF, fence))
-        assert seal_fits(key, replaced(kvconn=good))
-        assert not seal_fits(fresh_key(), replaced(kvconn=good))
+        good = KvconnRef(4, 99, seal(key, REF, fence, PROMPT))
+        assert seal_fits(key, replaced(kvconn=good), PROMPT)
+        assert not seal_fits(key, replaced(kvconn=good), prompt_digest([1, 2, 4], 3))
+        assert not seal_fits(fresh_key(), replaced(kvconn=good), PROMPT)
         for change in (
             {"block_ids": ((1, 2, 4),)},
             {"block_ids": ((3, 2, 1),)},
@@ -102,7 +106,7 @@ class TestSeal:
             {"kvconn": KvconnRef(4, 99, "é")},
             {"kvconn": None},
         ):
-            assert not seal_fits(key, replaced(**{"kvconn": good, **change})), change
+            assert not seal_fits(key, replaced(**{"kvconn": good, **change}), PROMPT), change
 
 
 def replaced(**changes: Any) -> RemoteRef:
@@ -239,10 +243,18 @@ def test_a_reference_the_client_changed_reads_nothing(sides: Callable[..., Side]
     d.load("bad", FORGERIES[what](params), [3, 4])
     finish(p, d, lambda: bool(d.failed))
     assert not any(cache[[3, 4]].any() for cache in d.caches[0].values())
-    d.load("good", params, [3, 4])
+    d.load("good", p.prefill("b", [7, 8], seed=3), [3, 4])
     finish(p, d, lambda: "good" in d.received)
-    # a forged release of somebody's transfer id may have ended its hold: then the good one fails, and never lies
-    assert d.holds([3, 4], seed=1) or "good" in d.failed
+    assert d.failed == ["bad"] and d.holds([3, 4], seed=3)
+
+
+def test_a_good_reference_with_another_prompt_reads_nothing(sides: Callable[..., Side]) -> None:
+    p, d = sides("P", NIXL_PRODUCER), sides("D", NIXL_CONSUMER)
+    params = p.prefill("a", [1, 2], seed=1)
+    p.step()
+    d.load("bad", params, [3, 4], tokens=tuple(range(2 * BLOCK_SIZE)))
+    finish(p, d, lambda: bool(d.failed))
+    assert not any(cache[[3, 4]].any() for cache in d.caches[0].values())
 
 
 def without_fence(side: Side) -> None:

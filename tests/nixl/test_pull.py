@@ -197,9 +197,10 @@ def test_a_wrong_reference_fails_that_request_only(sides: Callable[..., Side], w
     d.load("bad", BAD[what](params), [8, 9])
     transfer(p, d, "bad", lambda: bool(d.failed))
     assert (d.received, d.failed) == (["bad"], ["bad"])
-    d.load("good", params, [8, 9])
-    transfer(p, d, "good", lambda: "good" in d.received and bool(p.sent))
-    assert d.failed == ["bad"] and d.holds([8, 9], seed=2)
+    good = p.prefill("b", [5, 6], seed=3)
+    d.load("good", good, [10, 11])
+    transfer(p, d, "good", lambda: "good" in d.received and "b" in p.sent)
+    assert d.failed == ["bad"] and d.holds([10, 11], seed=3)
 
 
 def test_lives_of_one_id_follow_each_other(sides: Callable[..., Side]) -> None:
