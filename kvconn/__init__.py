@@ -15,8 +15,32 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvconn.aggregator import KVOutputAggregator
-    from kvconn.base import ConnectorRole, KVConnector, TransferResults
-    from kvconn.config import ConnectorConfig, KVTransferConfig, ParallelConfig, parse_kv_transfer_config
+    from kvconn.base import (
+        ConnectorMetadata,
+        ConnectorRole,
+        Fact,
+        FinishReason,
+        GroupView,
+        HandshakeMetadata,
+        KVBlocks,
+        KVCacheView,
+        KVConnector,
+        KVConnectorOutput,
+        LayerView,
+        RequestView,
+        StepRequest,
+        StepView,
+        TransferResults,
+        WorkerFacts,
+    )
+    from kvconn.config import (
+        ConnectorConfig,
+        KVTransferConfig,
+        ModelView,
+        ParallelConfig,
+        parse_extra,
+        parse_kv_transfer_config,
+    )
     from kvconn.errors import (
         ConfigError,
         ContractError,
@@ -27,7 +51,8 @@ if TYPE_CHECKING:
         TransportError,
     )
     from kvconn.factory import get_connector_class
-    from kvconn.ledger import CompletionLedger
+    from kvconn.geometry import RankRole
+    from kvconn.ledger import CompletionGate, CompletionLedger
     from kvconn.multi.connector import MultiConnector
     from kvconn.nixl.connector import NixlConnector
     from kvconn.offload.connector import OffloadingConnector
@@ -35,26 +60,43 @@ if TYPE_CHECKING:
 __version__ = "0.1.0.dev0"
 
 __all__ = [
+    "CompletionGate",
     "CompletionLedger",
     "ConfigError",
     "ConnectorConfig",
+    "ConnectorMetadata",
     "ConnectorRole",
     "ContractError",
     "EngineDeadError",
+    "Fact",
+    "FinishReason",
+    "GroupView",
+    "HandshakeMetadata",
+    "KVBlocks",
+    "KVCacheView",
     "KVConnector",
+    "KVConnectorOutput",
     "KVOutputAggregator",
     "KVTransferConfig",
     "KvconnError",
+    "LayerView",
+    "ModelView",
     "MultiConnector",
     "NixlConnector",
     "OffloadingConnector",
     "ParallelConfig",
     "PeerError",
+    "RankRole",
     "RequestError",
+    "RequestView",
+    "StepRequest",
+    "StepView",
     "TransferResults",
     "TransportError",
+    "WorkerFacts",
     "__version__",
     "get_connector_class",
+    "parse_extra",
     "parse_kv_transfer_config",
 ]
 
@@ -63,8 +105,32 @@ _EXPORTS: dict[str, str] = {
     name: module
     for module, names in {
         "kvconn.aggregator": ("KVOutputAggregator",),
-        "kvconn.base": ("ConnectorRole", "KVConnector", "TransferResults"),
-        "kvconn.config": ("ConnectorConfig", "KVTransferConfig", "ParallelConfig", "parse_kv_transfer_config"),
+        "kvconn.base": (
+            "ConnectorMetadata",
+            "ConnectorRole",
+            "Fact",
+            "FinishReason",
+            "GroupView",
+            "HandshakeMetadata",
+            "KVBlocks",
+            "KVCacheView",
+            "KVConnector",
+            "KVConnectorOutput",
+            "LayerView",
+            "RequestView",
+            "StepRequest",
+            "StepView",
+            "TransferResults",
+            "WorkerFacts",
+        ),
+        "kvconn.config": (
+            "ConnectorConfig",
+            "KVTransferConfig",
+            "ModelView",
+            "ParallelConfig",
+            "parse_extra",
+            "parse_kv_transfer_config",
+        ),
         "kvconn.errors": (
             "ConfigError",
             "ContractError",
@@ -75,7 +141,11 @@ _EXPORTS: dict[str, str] = {
             "TransportError",
         ),
         "kvconn.factory": ("get_connector_class",),
-        "kvconn.ledger": ("CompletionLedger",),
+        "kvconn.geometry": ("RankRole",),
+        "kvconn.ledger": (
+            "CompletionGate",
+            "CompletionLedger",
+        ),
         "kvconn.multi.connector": ("MultiConnector",),
         "kvconn.nixl.connector": ("NixlConnector",),
         "kvconn.offload.connector": ("OffloadingConnector",),

@@ -39,36 +39,47 @@ Seconds = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
 Count = Annotated[int, msgspec.Meta(ge=1)]
 
 
-class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Every deadline and bound, seconds unless said otherwise (C7)."""
+class Limits(msgspec.Struct, frozen=True):
+    """The defaults of every deadline and bound, in one table; seconds unless said otherwise (C7)."""
 
-    handshake: Seconds = 10.0
-    read: Seconds = 60.0
-    store: Seconds = 60.0
-    drain: Seconds = 30.0
-    lease: Seconds = 30.0
-    grace: Seconds = 10.0
-    stall_after: Seconds = 30.0
-    quarantine_age: Seconds = 60.0
-    #: share of the block pool
-    quarantine_max: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.25
-    pump_interval: Seconds = 200e-6
-    #: a worker's answer to one step of the reference engine
-    step: Seconds = 60.0
-    #: early notifications and absorbed ids kept, entries
-    early_max: Count = 4096
-    #: requests waiting for one peer's handshake
-    waiting_max: Count = 4096
-    #: peers known at once
-    peers_max: Count = 4096
+    handshake: float = 10.0
+    read: float = 60.0
+    store: float = 60.0
+    lease: float = 30.0
+    stall_after: float = 30.0
+    quarantine_age: float = 60.0
+    pump_interval: float = 200e-6
+    #: a worker's answer to one step of the reference engine, and its start
+    step: float = 60.0
+    start: float = 120.0
+    #: early notifications kept, requests waiting for one peer's handshake, peers known at once
+    early_max: int = 4096
+    waiting_max: int = 4096
+    peers_max: int = 4096
 
 
-class KvconnSettings(Limits, frozen=True, forbid_unknown_fields=True):
-    """The ``kvconn`` object in ``kv_connector_extra_config``: the limits, and what is ours alone."""
+LIMITS = Limits()
 
+
+class NixlKvconn(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The ``kvconn`` object in a NixlConnector's ``kv_connector_extra_config``."""
+
+    handshake: Seconds = LIMITS.handshake
+    read: Seconds = LIMITS.read
+    quarantine_age: Seconds = LIMITS.quarantine_age
+    pump_interval: Seconds = LIMITS.pump_interval
+    early_max: Count = LIMITS.early_max
+    waiting_max: Count = LIMITS.waiting_max
+    peers_max: Count = LIMITS.peers_max
     progress: Literal["nixl", "pump", "poll"] = "pump"
     #: reads from a peer that has no fence, whose bytes nothing can prove
     unfenced: Literal["allow", "refuse"] = "allow"
+
+
+class OffloadKvconn(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The ``kvconn`` object in an OffloadingConnector's ``kv_connector_extra_config``."""
+
+    store: Seconds = LIMITS.store
     hold: bool = False
 
 
@@ -77,11 +88,12 @@ class NixlSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     backends: tuple[str, ...] = ("UCX",)
     num_threads: Annotated[int, msgspec.Meta(ge=0)] = 4
-    kv_lease_duration: Seconds = 30.0
+    kv_lease_duration: Seconds = LIMITS.lease
+    #: accepted because operators' files have it; this version does not use it
     kv_recompute_threshold: Annotated[int, msgspec.Meta(ge=0)] = 64
     engine_ttl: Seconds = 3600.0
     enforce_handshake_compat: bool = True
-    kvconn: KvconnSettings = KvconnSettings()
+    kvconn: NixlKvconn = NixlKvconn()
 
 
 class OffloadSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -89,7 +101,7 @@ class OffloadSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     cpu_bytes_to_use: int = 64 << 20
     eviction_policy: Literal["lru"] = "lru"
-    kvconn: KvconnSettings = KvconnSettings()
+    kvconn: OffloadKvconn = OffloadKvconn()
 
 
 class MultiSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -99,7 +111,11 @@ class MultiSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class KVTransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One ``kv_transfer_config``. ``engine_id`` None: a fresh one is drawn."""
+    """One ``kv_transfer_config``. ``engine_id`` None: a fresh one is drawn.
+
+    ``kv_buffer_device``, ``kv_port`` and ``enable_permute_local_kv`` are accepted because operators' files have them;
+    this version uses none of them.
+    """
 
     kv_connector: str
     kv_role: Role

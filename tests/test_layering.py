@@ -294,8 +294,7 @@ def tracked() -> list[Path]:
     return [
         path
         for path in ROOT.rglob("*")
-        if path.is_file()
-        and not any(part.startswith(".") or part in skipped for part in path.relative_to(ROOT).parts)
+        if path.is_file() and not any(part.startswith(".") or part in skipped for part in path.relative_to(ROOT).parts)
     ]
 
 
