@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import msgspec
+from msgspec.structs import replace
 
 from kvconn.cli.verdict import Contract
 from kvconn.config import ParallelConfig
@@ -92,40 +93,32 @@ def plan(settings: Settings) -> Plan:
     model = ModelSpec(mode=settings.mode, seed=settings.seed)
     requests = _requests(settings, model)
     stall_after = settings.stall_after if settings.stall_after is not None else STALL_AFTER[settings.contract]
-    ports = free_ports(2)
-    common: dict[str, Any] = {
-        "model": model,
-        "block_size": BLOCK_SIZE,
-        "max_num_seqs": settings.concurrency,
-        "stall_after": stall_after,
-        "env": {"UCX_TLS": settings.ucx_tls} if settings.ucx_tls else {},
-        "host": "127.0.0.1",
-    }
     in_flight = settings.concurrency
-    prefill = EngineConfig(
+    ports = free_ports(2)
+    base = EngineConfig(
+        name="M",
+        num_blocks=decode_blocks(requests, in_flight, BLOCK_SIZE),
+        block_size=BLOCK_SIZE,
+        max_num_seqs=in_flight,
+        model=model,
+        env={"UCX_TLS": settings.ucx_tls} if settings.ucx_tls else {},
+        stall_after=stall_after,
+    )
+    decode = replace(
+        base,
+        name="D",
+        kv_transfer_config={"kv_connector": "NixlConnector", "kv_role": "kv_consumer"},
+        port=ports[0],
+    )
+    prefill = replace(
+        base,
         name="P",
         parallel=ParallelConfig(pcp=settings.pcp),
         kv_transfer_config=prefill_connectors(settings.contract),
         num_blocks=prefill_blocks(requests, in_flight, BLOCK_SIZE),
-        port=ports[0],
-        **common,
-    )
-    decode = EngineConfig(
-        name="D",
-        parallel=ParallelConfig(),
-        kv_transfer_config={"kv_connector": "NixlConnector", "kv_role": "kv_consumer"},
-        num_blocks=decode_blocks(requests, in_flight, BLOCK_SIZE),
         port=ports[1],
-        **common,
     )
-    monolithic = EngineConfig(
-        name="M",
-        parallel=ParallelConfig(),
-        kv_transfer_config=None,
-        num_blocks=decode_blocks(requests, in_flight, BLOCK_SIZE),
-        **common,
-    )
-    for config in (prefill, decode, monolithic):
+    for config in (prefill, decode, base):
         check(config)
     return Plan(
         requests=tuple(requests),
@@ -133,7 +126,7 @@ def plan(settings: Settings) -> Plan:
         stall_limit=stall_after + STALL_SLACK,
         prefill=prefill,
         decode=decode,
-        monolithic=monolithic if settings.contract == "world" else None,
+        monolithic=base if settings.contract == "world" else None,
     )
 
 

@@ -49,6 +49,7 @@ class Reads:
 
     def begin(self, id: str, n: int, peer: tuple[str, str, int], deadline: float) -> None:
         """A life arrived. It settles only after :meth:`posted_all` or :meth:`fail`."""
+        assert id not in self._open, f"the scheduler half opened {id} twice"
         self._open[id] = _Read(id, n, deadline, peer)
 
     def posted(self, id: str, handle: int) -> None:
