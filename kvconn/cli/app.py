@@ -8,28 +8,26 @@ Rules
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
 
 import msgspec
 import typer
 from rich.console import Console
 
-from kvconn.cli.verdict import INTERRUPTED, USAGE, WRONG, judge
+import kvconn
+from kvconn.cli.verdict import INTERRUPTED, PIPE_CLOSED, USAGE, WRONG, judge
 from kvconn.errors import ConfigError, KvconnError
-
-if TYPE_CHECKING:
-    from kvconn.cli.job import Settings
 
 __all__ = ["app"]
 
 app = typer.Typer(
-    help="KV-cache connectors for disaggregated LLM serving: run the whole path on this machine.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -51,6 +49,21 @@ Seed = Annotated[int, typer.Option(help="Seed of the weights.")]
 Json = Annotated[bool, typer.Option("--json", help="The report as JSON on stdout instead of the table.")]
 
 
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"kvconn {kvconn.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """KV-cache connectors for disaggregated LLM serving: run the whole path on this machine."""
+
+
 @app.command()
 def demo(
     requests: Requests = None,
@@ -64,20 +77,16 @@ def demo(
     as_json: Json = False,
 ) -> None:
     """Replay the trace that ships with kvconn: P with eight ranks, D with one, NIXL between them."""
-    from kvconn.cli.job import Settings
-
     _finish(
-        Settings(
-            requests=requests,
-            concurrency=concurrency,
-            mode=mode,
-            contract=contract,
-            pcp=pcp,
-            ucx_tls=ucx_tls,
-            stall_after=stall_after,
-            seed=seed,
-        ),
         as_json,
+        requests=requests,
+        concurrency=concurrency,
+        mode=mode,
+        contract=contract,
+        pcp=pcp,
+        ucx_tls=ucx_tls,
+        stall_after=stall_after,
+        seed=seed,
     )
 
 
@@ -96,33 +105,30 @@ def replay(
     as_json: Json = False,
 ) -> None:
     """Replay a request trace through a prefill and a decode engine and compare with one engine alone."""
-    from kvconn.cli.job import Settings
-
     _finish(
-        Settings(
-            trace=trace,
-            scale=scale,
-            requests=requests,
-            concurrency=concurrency,
-            mode=mode,
-            contract=contract,
-            pcp=pcp,
-            ucx_tls=ucx_tls,
-            stall_after=stall_after,
-            seed=seed,
-        ),
         as_json,
+        trace=trace,
+        scale=scale,
+        requests=requests,
+        concurrency=concurrency,
+        mode=mode,
+        contract=contract,
+        pcp=pcp,
+        ucx_tls=ucx_tls,
+        stall_after=stall_after,
+        seed=seed,
     )
 
 
-def _finish(settings: Settings, as_json: bool) -> NoReturn:
-    """Run, print, exit."""
+def _finish(as_json: bool, **options: Any) -> NoReturn:
+    """Run with these :class:`~kvconn.cli.job.Settings`, print, exit."""
     from kvconn.cli import job
     from kvconn.cli.show import View, print_report
 
-    errors = Console(stderr=True)
+    errors = _Console(stderr=True)
+    settings = job.Settings(**options)
     try:
-        with _sigterm_interrupts(), View(errors) as view:
+        with _interruptible(), View(errors) as view:
             report = job.run(job.plan(settings), view)
     except ConfigError as err:
         for problem in err.problems:
@@ -135,13 +141,27 @@ def _finish(settings: Settings, as_json: bool) -> NoReturn:
         _complain(errors, "interrupted; the engines are shut down")
         sys.exit(INTERRUPTED)
     verdict = judge(report, settings.contract)
+    console = _Console()
     if as_json:
-        sys.stdout.write(
-            msgspec.json.encode({"code": verdict.code, "verdict": verdict.lines, "report": report}).decode() + "\n"
-        )
+        told = {"code": verdict.code, "verdict": verdict.lines, "report": report}
+        try:
+            sys.stdout.write(msgspec.json.encode(told).decode() + "\n")
+            sys.stdout.flush()
+        except BrokenPipeError:
+            console.on_broken_pipe()
     else:
-        print_report(Console(), report, verdict)
+        print_report(console, report, verdict)
     sys.exit(verdict.code)
+
+
+class _Console(Console):
+    """Ends the command quietly, engines shut down, when nobody reads any more (``| head``)."""
+
+    def on_broken_pipe(self) -> NoReturn:
+        self.quiet = True
+        with suppress(OSError, ValueError):  # a file that is not the system's
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())  # what is buffered still has to go somewhere
+        raise SystemExit(PIPE_CLOSED)
 
 
 def _complain(console: Console, what: str) -> None:
@@ -149,14 +169,17 @@ def _complain(console: Console, what: str) -> None:
 
 
 @contextmanager
-def _sigterm_interrupts() -> Iterator[None]:
-    """SIGTERM is Ctrl-C: what is being run is shut down, not orphaned."""
+def _interruptible() -> Iterator[None]:
+    """Ctrl-C and SIGTERM raise: what is being run is shut down, not orphaned. Else Ctrl-C ends the process at once."""
 
     def interrupt(signum: int, frame: FrameType | None) -> NoReturn:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, interrupt)
+    ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN  # as a shell's background job
+    signals = (signal.SIGTERM,) if ignored else (signal.SIGTERM, signal.SIGINT)
+    before = {one: signal.signal(one, interrupt) for one in signals}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for one, handler in before.items():
+            signal.signal(one, handler)

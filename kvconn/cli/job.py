@@ -11,6 +11,7 @@ Rules
 
 from __future__ import annotations
 
+import re
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -35,12 +36,13 @@ from kvconn.engine.router import (
     run_monolithic,
 )
 from kvconn.engine.trace import TraceRequest, read_trace, to_requests
-from kvconn.errors import ConfigError
+from kvconn.errors import ConfigError, EngineDeadError
 
 __all__ = ["Plan", "Settings", "plan", "run", "shipped_trace"]
 
 Mode = Literal["transformer", "content-addressed"]
 BLOCK_SIZE = 16
+GIB = 1 << 30
 REQUESTS = 48
 OFFLOAD_BYTES = 64 << 20
 #: how long nothing may move, beyond the age at which engines name a pending release
@@ -120,6 +122,7 @@ def plan(settings: Settings) -> Plan:
     )
     for config in (prefill, decode, base):
         check(config)
+    _check_memory(prefill, decode)
     return Plan(
         requests=tuple(requests),
         concurrency=in_flight,
@@ -163,6 +166,31 @@ def free_ports(count: int) -> list[int]:
         return [one.getsockname()[1] for one in sockets]
 
 
+def _check_memory(prefill: EngineConfig, decode: EngineConfig) -> None:
+    """Pools must fit; the yardstick's is D's size and runs when P and D are gone."""
+    needed, available = kv_bytes(prefill) + kv_bytes(decode), memory_limit()
+    if needed > available:
+        raise ConfigError(
+            f"the KV caches of P and D need {needed / GIB:.1f} GiB, {available / GIB:.1f} GiB are available for them:"
+            " raise --scale or lower --concurrency"
+        )
+
+
+def kv_bytes(config: EngineConfig) -> int:
+    """What the pools of all ranks take; elements are float64."""
+    tokens = config.num_blocks * config.block_size
+    return tokens * config.model.row * 8 * config.model.n_layers * config.parallel.world
+
+
+def memory_limit(meminfo: Path = Path("/proc/meminfo")) -> int:
+    """Bytes that pools may take: most of what this machine has to give."""
+    try:
+        found = re.search(r"^MemAvailable:\s+(\d+) kB$", meminfo.read_text(), re.MULTILINE)
+    except (OSError, ValueError):
+        found = None
+    return int(found[1]) * 1024 * 6 // 10 if found else 8 * GIB
+
+
 def _check(settings: Settings) -> None:
     problems = []
     if settings.concurrency < 1:
@@ -188,10 +216,9 @@ def _requests(settings: Settings, model: ModelSpec) -> list[TraceRequest]:
         with shipped_trace() as path:
             rows = read_trace(path)
     wanted = settings.requests if settings.requests is not None else min(max(REQUESTS, settings.concurrency), len(rows))
-    if len(rows) < max(wanted, settings.concurrency):
-        raise ConfigError(
-            f"--requests {wanted} at --concurrency {settings.concurrency}: the trace has only {len(rows)} requests"
-        )
+    given = [("--requests", wanted), ("--concurrency", settings.concurrency)]
+    if above := [f"{name} {value}" for name, value in given if value > len(rows)]:
+        raise ConfigError(f"the trace has only {len(rows)} requests: lower {' and '.join(above)} to that at most")
     return to_requests(rows[:wanted], scale=settings.scale, block_size=BLOCK_SIZE, vocab_size=model.vocab_size)
 
 
@@ -231,5 +258,17 @@ def engines(*configs: EngineConfig) -> Iterator[tuple[EngineProcess, ...]]:
         made = tuple(EngineProcess(config) for config in configs)
         for one in made:
             shutdowns.callback(one.shutdown)
-            one.start()
+            _start(one)
         yield made
+
+
+def _start(engine: EngineProcess) -> None:
+    """Start it. UCX's transports are the operator's choice: that they do not work is a ConfigError."""
+    try:
+        engine.start()
+    except EngineDeadError as err:
+        chosen = engine.config.env.get("UCX_TLS")
+        if chosen is None or "TransportError" not in str(err):
+            raise
+        why = str(err).strip().splitlines()[-1].rpartition("TransportError: ")[2]
+        raise ConfigError(f"--ucx-tls {chosen}: engine {engine.config.name} has no transport with it: {why}") from None

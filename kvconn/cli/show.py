@@ -126,16 +126,30 @@ def _rows(report: ReplayReport) -> list[tuple[str, str]]:
         (f"KV blocks in use {when}, P", _use(report.prefill_blocks_used, report.prefill_blocks_total)),
         (f"KV blocks in use {when}, D", _use(report.decode_blocks_used, report.decode_blocks_total)),
         ("moved", f"{_size(report.bytes_moved)} in {report.transfers} reads, {report.descriptors} descriptors"),
-        ("while reads were in flight", f"{report.gb_per_s:.3f} GB/s"),
+        ("in flight, polls included", f"{report.gb_per_s:.3f} GB/s"),
         ("P's finish to D's first token, p50", f"{report.handoff_p50_ms:.0f} ms"),
         ("P's finish to D's first token, p95", f"{report.handoff_p95_ms:.0f} ms"),
         ("blocks stored by the sibling", f"{report.blocks_stored} (+{report.blocks_deduplicated} it had)"),
         ("duplicates absorbed", str(report.duplicates_absorbed)),
         ("leases expired", str(report.leases_expired)),
+        *_troubles(report),
         ("prefix-hit tokens", str(report.prefix_hit_tokens)),
         ("smallest top-2 margin", f"{report.min_margin:.2e}" if math.isfinite(report.min_margin) else "not a model"),
         ("wall time of the replay", f"{report.wall_s:.1f} s"),
     ]
+
+
+def _troubles(report: ReplayReport) -> list[tuple[str, str]]:
+    """A row each; one for all when nothing happened."""
+    rows = [
+        ("failed loads", report.failed_loads),
+        ("stale reads caught", report.stale_reads),
+        ("references refused", report.references_refused),
+        ("unfenced reads", report.unfenced_reads),
+    ]
+    if not any(count for _, count in rows):
+        return [("failed/stale/refused/unfenced", "0 / 0 / 0 / 0")]
+    return [(name, str(count)) for name, count in rows]
 
 
 def _use(used: int, total: int) -> str:

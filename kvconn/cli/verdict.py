@@ -3,6 +3,7 @@
 Rules
 1. 0: every request finished, every token right, nothing held. 1: anything else, naming request and rank. 2: usage or
    configuration. 3: the fault that was asked for happened *and was named*. 130: interrupted.
+   141: nobody reads what is printed.
 2. A fault that was asked for and did not show, or showed and was not named, is 1: the detector is what failed.
 3. Nothing here prints or runs anything.
 """
@@ -18,10 +19,10 @@ import msgspec
 if TYPE_CHECKING:
     from kvconn.engine.router import ReplayReport
 
-__all__ = ["FINE", "INTERRUPTED", "NAMED", "USAGE", "WRONG", "Contract", "Verdict", "judge"]
+__all__ = ["FINE", "INTERRUPTED", "NAMED", "PIPE_CLOSED", "USAGE", "WRONG", "Contract", "Verdict", "judge"]
 
 Contract = Literal["world", "hidden-ranks"]
-FINE, WRONG, USAGE, NAMED, INTERRUPTED = 0, 1, 2, 3, 130
+FINE, WRONG, USAGE, NAMED, INTERRUPTED, PIPE_CLOSED = 0, 1, 2, 3, 130, 141
 MOST = 8
 
 
@@ -73,8 +74,8 @@ def _failures(report: ReplayReport) -> list[str]:
 def _mismatches(report: ReplayReport) -> list[str]:
     return _cut(
         [
-            f"{wrong.id}: token {wrong.position} from {wrong.side} (rank 0) is {wrong.got}, the monolithic run has"
-            f" {wrong.expected}"
+            f"{wrong.id}: token {wrong.position} on {wrong.side}, output rank {wrong.rank}, is {wrong.got}, the"
+            f" monolithic run has {wrong.expected}"
             for wrong in report.mismatches
         ]
     )

@@ -5,6 +5,7 @@ Rules
    last words.
 2. Orders and events cross one pipe as frozen Structs. The engine sends its statistics along, ten times a second.
 3. :meth:`EngineProcess.shutdown` leaves no process, however the engine is.
+4. Ctrl-C is the driver's alone: whatever it starts has SIGINT blocked from its first instruction on.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import multiprocessing
 import os
 import signal
 import time
+from collections.abc import Iterator
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -51,11 +54,12 @@ class EngineProcess:
         context.set_forkserver_preload(["kvconn.engine.core"])
         ours, theirs = context.Pipe()
         process = context.Process(target=_engine_main, args=(self.config, theirs), name=f"kvconn-{self.config.name}")
-        process.start()
-        theirs.close()
-        self._process, self._pipe = process, ours
-        deadline = time.monotonic() + self.config.start_timeout
         try:
+            with _sigint_blocked():  # until the engine is ours to shut down
+                process.start()
+                theirs.close()
+                self._process, self._pipe = process, ours
+            deadline = time.monotonic() + self.config.start_timeout
             while not self._workers:
                 if not self._receive(deadline - time.monotonic()):
                     raise EngineDeadError(f"engine {self.config.name}: not ready in time")
@@ -172,6 +176,16 @@ class EngineProcess:
     def __repr__(self) -> str:
         state = "running" if self._process is not None and self._process.is_alive() else "stopped"
         return f"EngineProcess({self.config.name} {state} workers={len(self._workers)})"
+
+
+@contextlib.contextmanager
+def _sigint_blocked() -> Iterator[None]:
+    resource_tracker.ensure_running()  # starting it would unblock SIGINT
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)  # a Ctrl-C of meanwhile is raised here
 
 
 def _engine_main(config: EngineConfig, pipe: Connection) -> None:

@@ -45,6 +45,8 @@ __all__ = [
 ]
 
 Side = Literal["P", "D"]
+#: the rank whose tokens an engine reports
+OUTPUT_RANK = 0
 Tokens = tuple[int, ...]
 POLL = 0.002
 #: seconds between looks at both engines' statistics
@@ -85,6 +87,7 @@ class Mismatch(msgspec.Struct, frozen=True):
     position: int
     expected: int | None
     got: int | None
+    rank: int = OUTPUT_RANK
 
 
 class Leak(msgspec.Struct, frozen=True):
@@ -169,6 +172,10 @@ class ReplayReport(msgspec.Struct, frozen=True):
     blocks_deduplicated: int
     duplicates_absorbed: int
     leases_expired: int
+    failed_loads: int
+    stale_reads: int
+    references_refused: int
+    unfenced_reads: int
     prefix_hit_tokens: int
     min_margin: float
     margin_floor: float
@@ -463,8 +470,12 @@ def make_report(replayed: Replayed, expected: Mapping[str, Tokens] | None, margi
         handoff_p95_ms=percentile(handoffs, 0.95) * 1e3,
         blocks_stored=int(counter(last.prefill, "offload_blocks_stored")),
         blocks_deduplicated=int(counter(last.prefill, "offload_blocks_deduplicated")),
-        duplicates_absorbed=sum(int(counter(stats, "duplicates_absorbed")) for _, stats in _sides(last)),
+        duplicates_absorbed=_both(last, "duplicates_absorbed"),
         leases_expired=int(counter(last.prefill, "nixl_num_kv_expired_reqs")),
+        failed_loads=int(counter(last.decode, "nixl_num_failed_transfers")),
+        stale_reads=_both(last, "stale_reads"),
+        references_refused=_both(last, "params_refused") + _both(last, "seals_refused"),
+        unfenced_reads=_both(last, "unfenced_reads"),
         prefix_hit_tokens=hits,
         min_margin=min(last.prefill.min_margin, last.decode.min_margin),
         margin_floor=margin_floor,
@@ -475,6 +486,10 @@ def make_report(replayed: Replayed, expected: Mapping[str, Tokens] | None, margi
 def counter(stats: EngineStats, name: str) -> float:
     """A connector counter; one that never counted is 0."""
     return float(stats.connector.get(name, 0))
+
+
+def _both(progress: Progress, name: str) -> int:
+    return sum(int(counter(stats, name)) for _, stats in _sides(progress))
 
 
 def percentile(ascending: Sequence[float], share: float) -> float:

@@ -99,7 +99,7 @@ def scaled_hash_block(scale: int, block_size: int) -> int:
     if scale < 1 or HASH_BLOCK % scale or (HASH_BLOCK // scale) % block_size:
         fitting = [n for n in (2**i for i in range(10)) if (HASH_BLOCK // n) % block_size == 0]
         raise ConfigError(
-            f"scale: a hash id stands for {HASH_BLOCK}/scale tokens, which must be a multiple of the block size"
+            f"--scale: a hash id stands for {HASH_BLOCK}/scale tokens, which must be a multiple of the block size"
             f" {block_size}: expected one of {fitting}, got {scale}"
         )
     return HASH_BLOCK // scale
@@ -118,6 +118,8 @@ def _read(file: BinaryIO, name: str) -> list[TraceRow]:
     rows: list[TraceRow] = []
     problems: list[str] = []
     for line, raw in _lines(file, problems):
+        if not _is_text(raw):  # one word on a file that is no trace at all, whatever its other lines are
+            raise ConfigError(f"trace {name!r}, line {line}: not JSON but binary: expected one JSON object a line")
         try:
             row = json.loads(raw)
             found = list(_problems_of_row(row))
@@ -152,6 +154,13 @@ def _lines(file: BinaryIO, problems: list[str]) -> Iterator[tuple[int, bytes]]:
             return
         if raw.strip():
             yield number, raw
+
+
+def _is_text(raw: bytes) -> bool:
+    try:
+        return "\0" not in raw.decode()
+    except UnicodeDecodeError:
+        return False
 
 
 def _problems_of_row(row: object) -> Iterator[str]:

@@ -134,7 +134,7 @@ class Fleet:
 class _Started(FakeEngine):
     def __init__(self, fleet: Fleet, config: EngineConfig) -> None:
         super().__init__(Clock(), total_blocks=config.num_blocks)
-        self._fleet, self._name = fleet, config.name
+        self._fleet, self._name, self.config = fleet, config.name, config
 
     def start(self) -> None:
         self._fleet.alive.add(self._name)

@@ -9,11 +9,12 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
+from kvconn import __version__
 from kvconn.cli import job
 from kvconn.cli.app import app
 from kvconn.cli.job import Settings, plan
 from kvconn.errors import ConfigError, EngineDeadError
-from tests.cli.fakes import Fleet
+from tests.cli.fakes import Fleet, _Started
 
 NAMES = "send of {id} (life 1) owed by NixlConnector ranks 1..7 for 12.0 s"
 NAMED = NAMES.format(id="line-1")
@@ -62,7 +63,7 @@ class TestExitCodes:
 
         result = kvconn("demo", script=script)
         assert result.exit_code == 1
-        assert "line-5: token" in result.stdout and "from D (rank 0)" in result.stdout
+        assert "line-5: token" in result.stdout and "on D, output rank 0, is" in result.stdout
         assert "47/48" in result.stdout
 
     def test_1_a_failed_request_is_named(self, kvconn):
@@ -124,6 +125,8 @@ class TestExitCodes:
             (["replay", "--trace", "/no/such"], "cannot be read"),
             (["replay", "--trace", os.devnull], "holds no requests"),
             (["replay", "--trace", __file__], "line 1: not JSON"),
+            (["replay", "--trace", sys.executable], "line 1: not JSON but binary"),
+            (["demo", "--requests", 99, "--concurrency", 98], "lower --requests 99 and --concurrency 98 to that"),
         ],
     )
     def test_2_usage(self, kvconn, arguments, said):
@@ -136,7 +139,33 @@ class TestExitCodes:
         with job.shipped_trace() as path:
             result = kvconn("replay", "--trace", path, "--scale", 64)
         assert result.exit_code == 2
-        assert "multiple of the block size" in result.stderr
+        assert "--scale:" in result.stderr and "multiple of the block size" in result.stderr
+
+    def test_2_a_short_trace_says_what_to_lower(self, kvconn, tmp_path):
+        with job.shipped_trace() as path:
+            (tmp_path / "short").write_text("".join(path.read_text().splitlines(keepends=True)[:3]))
+        result = kvconn("replay", "--trace", tmp_path / "short")
+        assert result.exit_code == 2
+        assert "the trace has only 3 requests: lower --concurrency 16 to that at most" in result.stderr
+
+    def test_2_pools_that_do_not_fit_start_nothing(self, kvconn, monkeypatch):
+        monkeypatch.setattr(job, "memory_limit", lambda: job.GIB // 100)
+        result = kvconn("demo")
+        assert result.exit_code == 2 and kvconn.fleet.engines == {}
+        assert "GiB are available for them: raise --scale or lower --concurrency" in result.stderr
+
+    @pytest.mark.parametrize("arguments", [(), ("--ucx-tls", "bogus")])
+    def test_2_transports_that_do_not_work(self, kvconn, monkeypatch, arguments):
+        def start(engine):
+            raise EngineDeadError("engine P: rank 0 failed during 'start':\nTraceback\nx.TransportError: no device\n")
+
+        monkeypatch.setattr(_Started, "start", start)
+        result = kvconn("demo", *arguments)
+        if not arguments:
+            assert result.exit_code == 1
+            return
+        assert result.exit_code == 2
+        assert result.stderr.endswith("--ucx-tls bogus: engine P has no transport with it: no device\n")
 
     def test_3_the_fault_happened_and_was_named(self, kvconn):
         result = kvconn("demo", "--contract", "hidden-ranks", "--stall-after", 0.3, script=hide(NAMES, "noise"))
@@ -185,6 +214,27 @@ def test_json_is_alone_on_stdout(kvconn):
 def test_concurrency_raises_the_default_number_of_requests(concurrency, requests):
     made = plan(Settings(concurrency=concurrency))
     assert len(made.requests) == requests
+
+
+def test_loads_that_went_wrong_have_rows(kvconn):
+    def script(engines):
+        engines["D"].connector = {"nixl_num_failed_transfers": 1, "params_refused": 2, "seals_refused": 3}
+
+    assert "0 / 0 / 0 / 0" in kvconn("demo").stdout
+    told = json.loads(kvconn("demo", "--json", script=script).stdout)["report"]
+    names = ("failed_loads", "stale_reads", "references_refused", "unfenced_reads")
+    assert [told[name] for name in names] == [1, 0, 5, 0]
+    assert "references refused" in kvconn("demo", script=script).stdout
+
+
+def test_version(kvconn):
+    assert kvconn("--version").stdout == f"kvconn {__version__}\n"
+
+
+def test_memory_limit(tmp_path):
+    (tmp_path / "meminfo").write_text("MemTotal: 3 kB\nMemAvailable:    1000 kB\n")
+    assert job.memory_limit(tmp_path / "meminfo") == 614_400
+    assert job.memory_limit(tmp_path / "none") == 8 << 30
 
 
 class TestPlan:
@@ -246,3 +296,18 @@ class TestEntryPoint:
     def test_neither_cli_nor_engine_imports_the_testing_package(self):
         code = "import sys, kvconn.cli.app, kvconn.cli.job; sys.exit('kvconn.testing' in sys.modules)"
         assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+    def test_nobody_reads(self):
+        code = (
+            "import sys; sys.argv[1:] = ['demo', *sys.argv[1:]]\n"
+            "from kvconn.cli import job\nfrom tests.cli.fakes import Fleet\njob.EngineProcess = Fleet()\n"
+            "from kvconn.cli.main import main; main()"
+        )
+        for arguments in ((), ("--json",)):
+            reader, writer = os.pipe()
+            os.close(reader)
+            command = [sys.executable, "-c", code, *arguments]
+            done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+            os.close(writer)
+            assert done.returncode == 141
+            assert "Traceback" not in done.stderr and "Exception" not in done.stderr

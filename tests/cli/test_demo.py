@@ -97,6 +97,21 @@ def test_an_interrupt_leaves_no_process(by):
     assert left == []
 
 
+@pytest.mark.parametrize("after", [0.4, 1.2, 2.5])
+def test_an_interrupt_while_starting_is_one_line(after):
+    code = "import sys; print(flush=True); sys.argv[1:] = ['demo', '--pcp', '2']; import kvconn.cli.main as m; m.main()"
+    command = [sys.executable, "-c", code]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True) as process:
+        process.stdout.readline()
+        time.sleep(after)
+        os.killpg(process.pid, signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert "Traceback" not in errors
+    assert [line for line in errors.splitlines() if "interrupted" in line] == errors.splitlines()[-1:]
+
+
 def test_a_killed_worker_ends_the_command_and_is_named(monkeypatch):
     class Killed(EngineProcess):
         def submit(self, request):
