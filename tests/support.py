@@ -6,7 +6,6 @@ the real aggregator between them, and :meth:`Side.step`, which calls both halves
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Callable
 from functools import partial
@@ -30,6 +29,7 @@ from kvconn.base import (
     StepView,
 )
 from kvconn.config import ConnectorConfig, ModelView, ParallelConfig, parse_kv_transfer_config
+from kvconn.engine.ports import free_ports
 from kvconn.factory import get_connector_class
 from kvconn.metrics import Stats
 
@@ -39,10 +39,8 @@ LAYERS = ("layers.0.kv", "layers.1.kv")
 
 
 def free_port() -> int:
-    """A port nobody listens on right now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port nobody listens on right now, and that no outgoing connection will be given."""
+    return free_ports(1)[0]
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 20.0, what: str = "condition") -> None:

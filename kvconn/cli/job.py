@@ -12,7 +12,6 @@ Rules
 from __future__ import annotations
 
 import re
-import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from importlib import resources
@@ -26,6 +25,7 @@ from kvconn.cli.verdict import Contract
 from kvconn.config import ParallelConfig
 from kvconn.engine.client import EngineProcess
 from kvconn.engine.config import EngineConfig, ModelSpec, check
+from kvconn.engine.ports import free_ports
 from kvconn.engine.router import (
     Progress,
     ReplayReport,
@@ -155,15 +155,6 @@ def shipped_trace() -> Iterator[Path]:
     """The small trace of our own, as a file."""
     with resources.as_file(resources.files("kvconn.data").joinpath("trace-small.jsonl")) as path:
         yield path
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports of 127.0.0.1 that nobody listened on a moment ago."""
-    with ExitStack() as held:
-        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
 
 
 def _check_memory(prefill: EngineConfig, decode: EngineConfig) -> None:
