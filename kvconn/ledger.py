@@ -17,14 +17,14 @@ from __future__ import annotations
 import enum
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
 
-from kvconn.base import Direction, Fact, FactState
+from kvconn.base import Direction, Fact, FactState, KVConnectorOutput, WorkerFacts
 
-__all__ = ["Child", "Closed", "CompletionGate", "CompletionLedger", "Emit", "Outcome", "Pending"]
+__all__ = ["Child", "Closed", "CompletionGate", "CompletionLedger", "Emit", "Outcome", "Pending", "filter_output"]
 
 #: path of a connector below the outermost one; () is the outermost itself.
 Child = tuple[int, ...]
@@ -201,6 +201,27 @@ class Emit(msgspec.Struct, frozen=True):
     sent: frozenset[str] = frozenset()
     received: frozenset[str] = frozenset()
     failed: frozenset[str] = frozenset()
+
+    def replace_sets(self, output: KVConnectorOutput) -> None:
+        """Put these in place of the engine's sets. New ones, never mutated: one-process executors share them."""
+        output.finished_sending = set(self.sent)
+        output.finished_recving = set(self.received)
+        output.failed_recving = set(self.failed)
+
+
+Reports = Callable[[Iterable[str], Iterable[str], Iterable[str], Iterable[Fact]], Emit]
+
+
+def filter_output(output: KVConnectorOutput, reports: Reports) -> None:
+    """``update_connector_output`` of a connector whose scheduler half answers ``reports``."""
+    meta = output.kv_connector_worker_meta
+    emit = reports(
+        output.finished_sending or (),
+        output.finished_recving or (),
+        output.failed_recving or (),
+        meta.facts if isinstance(meta, WorkerFacts) else (),
+    )
+    emit.replace_sets(output)
 
 
 class CompletionGate:

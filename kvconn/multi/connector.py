@@ -146,9 +146,7 @@ class MultiConnector(KVConnector):
         emit = self._gate.emit(
             output.finished_sending or (), output.finished_recving or (), output.failed_recving or ()
         )
-        output.finished_sending = set(emit.sent)
-        output.finished_recving = set(emit.received)
-        output.failed_recving = set(emit.failed)
+        emit.replace_sets(output)
 
     def get_finished_count(self) -> int | None:
         return None

@@ -30,6 +30,7 @@ from kvconn.base import (
 from kvconn.config import ConnectorConfig, NixlSettings, parse_extra
 from kvconn.errors import ConfigError
 from kvconn.geometry import RankRole
+from kvconn.ledger import filter_output
 from kvconn.metrics import Stats
 from kvconn.nixl.metadata import NixlHandshake, NixlMetadata
 from kvconn.nixl.scheduler import NixlScheduler
@@ -103,16 +104,7 @@ class NixlConnector(KVConnector):
         return self.scheduler.finished(request, blocks, reason, self._clock())
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
-        meta = output.kv_connector_worker_meta
-        emit = self.scheduler.reports(
-            output.finished_sending or (),
-            output.finished_recving or (),
-            output.failed_recving or (),
-            meta.facts if isinstance(meta, WorkerFacts) else (),
-        )
-        output.finished_sending = set(emit.sent)
-        output.finished_recving = set(emit.received)
-        output.failed_recving = set(emit.failed)
+        filter_output(output, self.scheduler.reports)
 
     def set_handshake_metadata(self, metadata: Mapping[tuple[int, int], HandshakeMetadata]) -> None:
         self.scheduler.serve({rank: m for rank, m in metadata.items() if isinstance(m, NixlHandshake)})

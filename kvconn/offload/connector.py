@@ -28,6 +28,7 @@ from kvconn.base import (
 from kvconn.config import ConnectorConfig, OffloadSettings, parse_extra
 from kvconn.errors import ConfigError
 from kvconn.geometry import RankRole
+from kvconn.ledger import filter_output
 from kvconn.metrics import Stats
 from kvconn.offload.metadata import OffloadMetadata
 from kvconn.offload.scheduler import OffloadScheduler
@@ -80,16 +81,7 @@ class OffloadingConnector(KVConnector):
         return self.scheduler.finished(request, blocks, reason, self._clock()), None
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
-        meta = output.kv_connector_worker_meta
-        emit = self.scheduler.reports(
-            output.finished_sending or (),
-            output.finished_recving or (),
-            output.failed_recving or (),
-            meta.facts if isinstance(meta, WorkerFacts) else (),
-        )
-        output.finished_sending = set(emit.sent)
-        output.finished_recving = set(emit.received)
-        output.failed_recving = set(emit.failed)
+        filter_output(output, self.scheduler.reports)
 
     def explain(self, now: float) -> list[str]:
         return self.scheduler.explain(now)

@@ -31,7 +31,7 @@ from kvconn.base import (
     WorkerFacts,
 )
 from kvconn.config import ConnectorConfig, parse_extra
-from kvconn.ledger import CompletionGate, CompletionLedger
+from kvconn.ledger import CompletionGate, CompletionLedger, filter_output
 
 __all__ = ["HoldSettings", "HoldingConnector"]
 
@@ -100,16 +100,7 @@ class HoldingConnector(KVConnector):
         return True, None
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
-        meta = output.kv_connector_worker_meta
-        emit = self._gate.reports(
-            output.finished_sending or (),
-            output.finished_recving or (),
-            output.failed_recving or (),
-            meta.facts if isinstance(meta, WorkerFacts) else (),
-        )
-        output.finished_sending = set(emit.sent)
-        output.finished_recving = set(emit.received)
-        output.failed_recving = set(emit.failed)
+        filter_output(output, self._gate.reports)
 
     def explain(self, now: float) -> list[str]:
         return [life.describe({(): "HoldingConnector"}, now) for life in self.ledger.pending()]
