@@ -57,6 +57,14 @@ class ChildError(Exception):
         self.attrs = attrs
 
 
+class ChildGoneError(RuntimeError):
+    """The child ended instead of answering."""
+
+    def __init__(self, pid: int, status: int) -> None:
+        super().__init__(f"child {pid} ended with status {status}")
+        self.status = status
+
+
 class Child:
     """A child process and the orders one may give it. A context manager: leaving it kills the child."""
 
@@ -86,15 +94,29 @@ class Child:
             raise TimeoutError(f"child {self.pid} did not answer within {timeout} s")
         try:
             ok, value = self._conn.recv()
-        except EOFError:
-            raise RuntimeError(f"child {self.pid} ended with status {self._process.wait(WAIT)}") from None
+        except (EOFError, ConnectionError):
+            raise ChildGoneError(self.pid, self._process.wait(WAIT)) from None
         if not ok:
             raise ChildError(*value)
         return value
 
     def __call__(self, order: str, *args: Any, **kwargs: Any) -> Any:
-        self.send(order, *args, **kwargs)
+        try:
+            self.send(order, *args, **kwargs)
+        except ConnectionError:
+            raise ChildGoneError(self.pid, self._process.wait(WAIT)) from None
         return self.receive()
+
+    def lives_or_aborted(self, order: str, *args: Any) -> bool:
+        """Give an order to a peer whose reader went away: whether it answered. Else UCX aborted it (F6), which depends
+        on what the kernel had told it by then; that is the one other end allowed."""
+        try:
+            self(order, *args)
+        except ChildGoneError as gone:
+            if gone.status != -signal.SIGABRT:
+                raise
+            return False
+        return True
 
     def stop(self) -> None:
         """SIGSTOP; returns when the kernel says that the process is stopped."""
