@@ -36,6 +36,10 @@ app = typer.Typer(
 Requests = Annotated[int | None, typer.Option(help="Requests to replay; at least as many as --concurrency. [48]")]
 Concurrency = Annotated[int, typer.Option(help="Requests in flight.")]
 ModeOption = Annotated[Literal["transformer", "content-addressed"], typer.Option(help="What the engines compute.")]
+KvOption = Annotated[
+    Literal["latent", "gqa"],
+    typer.Option(help="What a token keeps: one latent row (MLA), or keys and values per head."),
+]
 ContractOption = Annotated[
     Literal["world", "hidden-ranks"],
     typer.Option(help="hidden-ranks: P's ranks > 0 stay silent, as before the fix; the stall must be named (exit 3)."),
@@ -69,6 +73,7 @@ def demo(
     requests: Requests = None,
     concurrency: Concurrency = 16,
     mode: ModeOption = "transformer",
+    kv: KvOption = "latent",
     contract: ContractOption = "world",
     pcp: Pcp = 8,
     ucx_tls: UcxTls = None,
@@ -82,6 +87,7 @@ def demo(
         requests=requests,
         concurrency=concurrency,
         mode=mode,
+        kv=kv,
         contract=contract,
         pcp=pcp,
         ucx_tls=ucx_tls,
@@ -97,6 +103,7 @@ def replay(
     requests: Requests = None,
     concurrency: Concurrency = 16,
     mode: ModeOption = "transformer",
+    kv: KvOption = "latent",
     contract: ContractOption = "world",
     pcp: Pcp = 8,
     ucx_tls: UcxTls = None,
@@ -112,6 +119,7 @@ def replay(
         requests=requests,
         concurrency=concurrency,
         mode=mode,
+        kv=kv,
         contract=contract,
         pcp=pcp,
         ucx_tls=ucx_tls,

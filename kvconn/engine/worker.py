@@ -68,7 +68,7 @@ class Collectives:
         if self.world == 1 or not sum(counts):
             return rows
         longest = max(counts)
-        padded = rows.new_zeros(longest, rows.shape[1])
+        padded = rows.new_zeros(longest, *rows.shape[1:])
         padded[: len(rows)] = rows
         gathered = [torch.empty_like(padded) for _ in counts]
         dist.all_gather(gathered, padded)
