@@ -48,6 +48,8 @@ class Limits(msgspec.Struct, frozen=True):
     lease: float = 30.0
     stall_after: float = 30.0
     quarantine_age: float = 60.0
+    #: of the pool
+    quarantine_share: float = 0.25
     pump_interval: float = 200e-6
     #: a worker's answer to one step of the reference engine, and its start
     step: float = 60.0
@@ -67,6 +69,8 @@ class NixlKvconn(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     handshake: Seconds = LIMITS.handshake
     read: Seconds = LIMITS.read
     quarantine_age: Seconds = LIMITS.quarantine_age
+    #: blocks; None: a quarter of the pool
+    quarantine_max: Count | None = None
     pump_interval: Seconds = LIMITS.pump_interval
     early_max: Count = LIMITS.early_max
     waiting_max: Count = LIMITS.waiting_max
