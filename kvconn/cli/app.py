@@ -128,6 +128,29 @@ def replay(
     )
 
 
+@app.command()
+def explain(
+    pid: Annotated[int | None, typer.Option(help="Only the engines that this process is part of.")] = None,
+    directory: Annotated[
+        Path | None, typer.Option("--run-dir", help="Where engines keep their sockets. [KVCONN_RUN_DIR]")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """What running engines wait for: requests, who owes what since when, leases, quarantine."""
+    from kvconn.cli import explain as explaining
+
+    reports, problems = explaining.explain(pid, directory)
+    console = _Console()
+    if as_json:
+        _write(console, explaining.to_json(reports, problems))
+    else:
+        explaining.print_reports(console, reports)
+        errors = _Console(stderr=True)
+        for problem in problems:
+            _complain(errors, problem)
+    sys.exit(WRONG if problems else 0)
+
+
 def _finish(as_json: bool, **options: Any) -> NoReturn:
     """Run with these :class:`~kvconn.cli.job.Settings`, print, exit."""
     from kvconn.cli import job
@@ -152,14 +175,19 @@ def _finish(as_json: bool, **options: Any) -> NoReturn:
     console = _Console()
     if as_json:
         told = {"code": verdict.code, "verdict": verdict.lines, "report": report}
-        try:
-            sys.stdout.write(msgspec.json.encode(told).decode() + "\n")
-            sys.stdout.flush()
-        except BrokenPipeError:
-            console.on_broken_pipe()
+        _write(console, msgspec.json.encode(told).decode())
     else:
         print_report(console, report, verdict)
     sys.exit(verdict.code)
+
+
+def _write(console: _Console, text: str) -> None:
+    """One line to stdout as it is."""
+    try:
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()
+    except BrokenPipeError:
+        console.on_broken_pipe()
 
 
 class _Console(Console):

@@ -172,7 +172,7 @@ class MultiConnector(KVConnector):
         return all(answers) if answers else None
 
     def explain(self, now: float) -> list[str]:
-        lines = self._gate.explain(self.names, now)
+        lines = self._gate.explain(self.names, now) if self.role is ConnectorRole.SCHEDULER else []
         for index, child in enumerate(self.children):
             lines += [f"{self.names[index]}: {line}" for line in child.explain(now)]
         return lines
