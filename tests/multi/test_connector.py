@@ -20,7 +20,7 @@ from kvconn.base import (
     TransferResults,
     WorkerFacts,
 )
-from kvconn.config import ConnectorConfig, ModelView, ParallelConfig, parse_kv_transfer_config
+from kvconn.config import ConnectorConfig, KVTransferConfig, ModelView, ParallelConfig, parse_kv_transfer_config
 from kvconn.errors import ConfigError, ContractError
 from kvconn.metrics import Stats
 from kvconn.multi.connector import MultiConnector, MultiHandshake
@@ -113,6 +113,112 @@ def test_children_inherit_the_engine_id_and_the_policy() -> None:
         make(fake() | {"kv_load_failure_policy": "recompute"})
 
 
+@pytest.mark.parametrize("deep", [0, 1, 11])
+def test_a_nested_childs_own_problem_has_the_outer_path_before_it(deep: int) -> None:
+    """Also when both have the same index, or one that begins with it."""
+    hold = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
+    inner = multi(*[fake()] * deep, hold | {"kv_connector_extra_config": {"hold": 1}}, role="kv_both")
+    with pytest.raises(ConfigError) as caught:
+        make(fake(), inner)
+    at = "kv_connector_extra_config.connectors"
+    assert caught.value.problems == (
+        f"kv_transfer_config.{at}[1].{at}[{deep}].kv_connector_extra_config.hold: unknown key",
+    )
+
+
+def test_all_problems_of_one_child_come_at_once() -> None:
+    child = {
+        "kv_connector": "NixlConector",
+        "kv_role": "kv_consumer",
+        "kv_load_failure_policy": "recompute",
+        "kvconn": {"quorum": 3},
+    }
+    with pytest.raises(ConfigError) as caught:
+        MultiConnector(config(child, kv_role="kv_producer", pcp=2), ConnectorRole.WORKER, VIEW)
+    at = "kv_transfer_config.kv_connector_extra_config.connectors[0]"
+    assert [problem.split(" ")[0] for problem in caught.value.problems] == [
+        f"{at}.kv_load_failure_policy:",
+        f"{at}.kv_role:",
+        f"{at}.kvconn.quorum:",
+        f"{at}.kv_connector:",
+    ]
+    assert "expected 1..2, the engine's workers, got 3" in caught.value.problems[2]
+
+
+@pytest.mark.parametrize(
+    ("kvconn", "problem"),
+    [
+        ({"kvconn": {"quorum": 0}}, r"kvconn\.quorum: Expected `int` >= 1"),
+        ({"kvconn": {"quorum": True}}, r"kvconn\.quorum: "),
+        ({"kvconn": {"qorum": 1}}, r"kvconn\.qorum: unknown key \(did you mean 'quorum'\?\)"),
+        ({"kvcon": {"quorum": 1}}, r"kvcon: unknown key \(did you mean 'kvconn'\?\)"),
+    ],
+)
+def test_a_wrong_quorum_is_named(kvconn: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=rf"connectors\[0\]\.{problem}"):
+        make(fake() | kvconn)
+
+
+def test_wrong_keys_do_not_hide_a_wrong_name() -> None:
+    with pytest.raises(ConfigError) as caught:
+        make({"kv_connector": "NixlConector", "kv_rol": "kv_both"})
+    assert [problem.split(".")[-1].split(":")[0] for problem in caught.value.problems] == [
+        "kv_rol",
+        "kv_role",
+        "kv_connector",
+    ]
+
+
+@pytest.mark.parametrize("ours", ["kv_producer", "kv_consumer", "kv_both"])
+def test_a_childs_role_is_not_the_opposite_of_its_multis(ours: str) -> None:
+    for role in ("kv_producer", "kv_consumer", "kv_both"):
+        child = config(fake() | {"kv_role": role}, kv_role=ours)
+        if {ours, role} == {"kv_producer", "kv_consumer"}:
+            with pytest.raises(ConfigError, match=rf"connectors\[0\]\.kv_role: expected {ours} or kv_both"):
+                MultiConnector(child, ConnectorRole.WORKER, VIEW)
+        else:
+            MultiConnector(child, ConnectorRole.WORKER, VIEW)
+
+
+def test_a_child_never_sees_the_quorum_beside_it() -> None:
+    (child,) = kids(make(fake(count=1) | {"kvconn": {"quorum": 1}}))
+    assert type(child.config.kv_transfer) is KVTransferConfig
+    assert child.told == {"count": 1}
+
+
+@pytest.mark.parametrize("depth", ["beside", "nested"])
+def test_a_quorum_completes_a_child_whose_other_ranks_are_silent(depth: str) -> None:
+    few = fake(count=2) | {"kvconn": {"quorum": 2}}
+    shape = (few, holding(polls=0)) if depth == "beside" else (multi(few, role="kv_both"), holding(polls=0))
+    side = Side("p", multi(*shape, role="kv_both"), pcp=4)
+    (half,), rest = find_fakes(side.workers[2]), [find_fakes(worker)[0] for worker in side.workers]
+    side.prefill("a", [1], 1)
+    side.step()
+    for _ in range(2):  # one rank's two words are one
+        half.say(sent="a")
+        side.step()
+    assert side.sent == []
+    rest[3].say(sent="a")
+    side.step()
+    assert side.sent == ["a"]
+    assert side.scheduler.has_pending_push_work()
+    side.step()
+    assert not side.scheduler.has_pending_push_work()
+    for late in rest:
+        late.say(sent="a")
+    side.step()
+    assert side.sent == ["a"]
+    assert repr(side.workers[0]).endswith("RankGate(send(open=0 early=0) recv(open=0 early=0)))")
+    side.close()
+
+
+def test_stats_that_are_none_of_ours_are_named(mocker: Any) -> None:
+    connector = make(fake(), fake())
+    mocker.patch.object(kids(connector)[1], "get_kv_connector_stats", return_value={"x": 1})
+    with pytest.raises(ContractError, match=r"FakeChild\[1\]\.get_kv_connector_stats\(\): .* got dict"):
+        connector.get_kv_connector_stats()
+
+
 def test_built_children_are_shut_down_when_a_sibling_cannot_be() -> None:
     built: list[KVConnector] = []
 
@@ -157,9 +263,10 @@ OVERRIDDEN = sorted(
 )
 
 
+@pytest.mark.parametrize("role", ConnectorRole)
 @pytest.mark.parametrize("method", OVERRIDDEN)
-def test_every_method_reaches_every_child(method: str, mocker: Any) -> None:
-    connector = make(fake(), fake())
+def test_every_method_reaches_every_child(method: str, role: ConnectorRole, mocker: Any) -> None:
+    connector = make(fake(), fake(), role=role)
     spies = [mocker.spy(child, method) for child in kids(connector)]
     arguments = ARGUMENTS.get(method, ())
     if method in METADATA_ARGS:
@@ -175,6 +282,24 @@ def test_metadata_of_another_connector_is_a_contract_error() -> None:
     connector = make(fake(), role=ConnectorRole.WORKER)
     with pytest.raises(ContractError, match="expected its own scheduler half's metadata for 1 children"):
         connector.bind_connector_metadata(make(fake(), fake()).build_connector_meta(StepView(1)))
+
+
+def test_answers_are_joined_through_a_nested_one(mocker: Any) -> None:
+    connector = make(fake(), multi(fake(), fake(params={"p": 2}), role="kv_both"))
+    first, second, third = find_fakes(connector)
+    mocker.patch.object(third, "has_pending_push_work", return_value=True)
+    for child, event in ((first, "e1"), (second, "e2"), (third, "e3")):
+        mocker.patch.object(child, "take_events", return_value=[event])
+        mocker.patch.object(child, "get_kv_connector_stats", return_value=Stats({"x": 1}))
+    mocker.patch.object(first, "reset_cache", return_value=True)
+    mocker.patch.object(third, "reset_cache", return_value=False)
+    mocker.patch.object(second, "get_block_ids_with_load_errors", return_value={4})
+    assert connector.has_pending_push_work() is True
+    assert list(connector.take_events()) == ["e1", "e2", "e3"]
+    assert connector.get_block_ids_with_load_errors() == {4}
+    assert connector.get_kv_connector_stats() == Stats({"x": 3})
+    assert connector.reset_cache() is False
+    assert connector.request_finished(request(), ((1,),), FinishReason.STOP) == (True, {"p": 2})
 
 
 def test_answers_are_joined(mocker: Any) -> None:
