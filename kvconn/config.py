@@ -20,6 +20,7 @@ import msgspec
 from kvconn.errors import ConfigError
 
 __all__ = [
+    "ChildConfig",
     "ConnectorConfig",
     "KVTransferConfig",
     "Limits",
@@ -27,6 +28,7 @@ __all__ = [
     "NixlSettings",
     "OffloadSettings",
     "ParallelConfig",
+    "parse_child",
     "parse_extra",
     "parse_kv_transfer_config",
 ]
@@ -109,7 +111,7 @@ class OffloadSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class MultiSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """``kv_connector_extra_config`` of a MultiConnector: ``connectors`` are ``kv_transfer_config`` objects."""
+    """``kv_connector_extra_config`` of a MultiConnector: ``connectors`` are :class:`ChildConfig` objects."""
 
     connectors: tuple[dict[str, Any], ...]
 
@@ -130,6 +132,28 @@ class KVTransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kv_load_failure_policy: Literal["fail", "recompute"] = "fail"
     kv_port: Annotated[int, msgspec.Meta(ge=1, le=65535)] | None = None
     enable_permute_local_kv: bool = False
+
+
+class ChildKvconn(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The ``kvconn`` object beside ``kv_connector`` in an entry of ``connectors``, for the MultiConnector alone.
+
+    ``quorum``: that many distinct ranks complete the child's sends; the others really serve nobody (C2).
+    """
+
+    quorum: Count | None = None
+
+
+class ChildConfig(KVTransferConfig, frozen=True, forbid_unknown_fields=True):
+    """An entry of a MultiConnector's ``connectors``."""
+
+    kvconn: ChildKvconn = ChildKvconn()
+
+    @property
+    def kv_transfer(self) -> KVTransferConfig:
+        """What the child itself is given."""
+        own = msgspec.structs.asdict(self)
+        del own["kvconn"]
+        return KVTransferConfig(**own)
 
 
 class ParallelConfig(msgspec.Struct, frozen=True):
@@ -194,6 +218,11 @@ def parse_kv_transfer_config(
     if not isinstance(raw, Mapping):
         raise ConfigError(f"{path}: expected an object, got {type(raw).__name__}")
     return _to_struct(KVTransferConfig, raw, path)
+
+
+def parse_child(raw: Mapping[str, Any], path: str) -> ChildConfig:
+    """An entry of a MultiConnector's ``connectors``. Raises ConfigError with every problem found."""
+    return _to_struct(ChildConfig, raw, path)
 
 
 def parse_extra(kind: type[T], config: KVTransferConfig, path: str = "kv_transfer_config") -> T:
