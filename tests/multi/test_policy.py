@@ -14,17 +14,14 @@ from kvconn.aggregator import KVOutputAggregator
 from kvconn.base import Fact, KVBlocks, KVConnectorOutput, TransferResults, WorkerFacts
 from kvconn.multi.policy import (
     OWN,
-    Ask,
     Claim,
     ClaimTable,
     EngineGate,
-    Match,
     MultiStep,
     RankGate,
-    choose,
-    merge_params,
     prefixed,
 )
+from kvconn.multi.ranges import Ask, Match, choose, merge_params
 
 CHILDREN = 3
 IDS = st.sampled_from(["a", "b"])
