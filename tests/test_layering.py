@@ -45,7 +45,8 @@ ALLOWED: dict[str, frozenset[str]] = {
     "multi": BASE | PARTS | {"factory"},  # its children are named by strings
     "engine": BASE | PARTS | {"factory", "aggregator"},  # its connectors too
     "vllm": BASE | PARTS | CONNECTORS | {"factory", "aggregator"},
-    "cli": BASE | PARTS | CONNECTORS | {"", "factory", "aggregator", "engine", "vllm"},
+    "doctor": BASE | PARTS | {"", "factory"},  # asks children about the rest
+    "cli": BASE | PARTS | CONNECTORS | {"", "factory", "aggregator", "engine", "vllm", "doctor"},
     "data": BASE | {"engine"},  # the script that made the shipped trace
     "testing": BASE | PARTS | CONNECTORS | {"factory", "aggregator", "engine", "vllm"},
     "": BASE | PARTS | CONNECTORS | {"factory", "aggregator"},  # for type checkers; at run time names are fetched late
