@@ -31,7 +31,7 @@ class AgentFacts(msgspec.Struct, frozen=True):
     """``transports`` as ``tcp/eth0``; ``trouble`` when no agent could be made."""
 
     ucx: str = ""
-    library: str = ""
+    loaded_from: str = ""
     transports: tuple[str, ...] = ()
     trouble: str = ""
 
@@ -113,6 +113,6 @@ def judge(facts: AgentFacts) -> list[Finding]:
     return [
         ok(
             f"a NIXL agent can be made; UCX {facts.ucx} finds {', '.join(facts.transports) or 'no transport'}",
-            f"loaded from {facts.library}",
+            f"loaded from {facts.loaded_from}",
         )
     ]

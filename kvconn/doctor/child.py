@@ -39,6 +39,8 @@ def main(arguments: list[str]) -> int:
 
 def _body(what: str) -> Callable[..., None]:
     """Imported here: torch for one, nixl for another, neither for the rest."""
+    if what not in BODIES:
+        raise ValueError(f"no such child: {what!r}")
     module, name = BODIES[what]
     body: Callable[..., None] = getattr(importlib.import_module(module), name)
     return body

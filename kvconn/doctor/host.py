@@ -7,6 +7,7 @@ Rules
 
 from __future__ import annotations
 
+import ctypes
 import importlib.metadata
 import os
 import platform
@@ -49,10 +50,14 @@ class Versions(msgspec.Struct, frozen=True):
 
 
 class HostFacts(msgspec.Struct, frozen=True):
-    """``None`` for what could not be read. Limits are soft ones, -1 for none."""
+    """``None`` for what could not be read. Limits are soft ones, -1 for none.
+
+    ``cma``: one process may read another's memory; ``cma_self``: a process may read its own by that call.
+    """
 
     cpus: int
     cma: bool
+    cma_self: bool
     yama: int | None
     seccomp: int | None
     capabilities: int | None
@@ -86,6 +91,7 @@ def gather_host() -> HostFacts:
     return HostFacts(
         cpus=len(os.sched_getaffinity(0)),
         cma=cma_usable(),
+        cma_self=_reads_itself(),
         yama=int(yama) if yama and yama.isdigit() else None,
         seccomp=int(seccomp[1]) if seccomp else None,
         capabilities=int(capabilities[1], 16) if capabilities else None,
@@ -96,6 +102,21 @@ def gather_host() -> HostFacts:
         shm_writable=os.access(shm, os.W_OK),
         clock=_read("/sys/devices/system/clocksource/clocksource0/current_clocksource"),
     )
+
+
+class _IoVec(ctypes.Structure):
+    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
+
+
+def _reads_itself() -> bool:
+    """Whether process_vm_readv works on ourselves, which is all that UCX asks before it relies on it."""
+    source, target = ctypes.create_string_buffer(b"kvconn", 6), ctypes.create_string_buffer(6)
+    here, there = _IoVec(ctypes.addressof(target), 6), _IoVec(ctypes.addressof(source), 6)
+    call = getattr(ctypes.CDLL(None), "process_vm_readv", None)
+    if call is None:
+        return False
+    call(os.getpid(), ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
+    return bool(target.raw == source.raw)
 
 
 def _read(path: str) -> str | None:
@@ -196,6 +217,12 @@ def _judge_cma(facts: HostFacts, ucx_tls: str | None) -> Finding:
     if facts.cma:
         return ok("CMA is allowed: a process may read another's memory (process_vm_readv)")
     why = _why_no_cma(facts)
+    if not facts.cma_self:
+        return warn(
+            f"CMA is refused altogether{why}",
+            "UCX finds that out by itself and leaves it out; reads between processes of one host take a slower way.",
+            PTRACE_HOW,
+        )
     if ucx_tls is not None and allows(ucx_tls, "cma"):
         return fail(
             f"CMA is refused{why}, and UCX_TLS={ucx_tls} includes it",
