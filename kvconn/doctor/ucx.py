@@ -107,13 +107,12 @@ def _judge_tls(facts: UcxFacts, *, gpu: bool, cma: bool) -> list[Finding]:
     if tls is None:
         return [ok("UCX_TLS is not set: UCX takes what it finds")]
     found = []
-    for name in _split(tls)[1]:
-        if name not in KNOWN and name not in ALIASES and name != "all":
-            close = difflib.get_close_matches(name, sorted({*KNOWN, *ALIASES}), n=1)
-            hint = f"did you mean {close[0]!r}?" if close else "remove it"
-            found.append(
-                warn(f"UCX_TLS={tls} names {name!r}, no transport we know", "UCX leaves it out without a word.", hint)
-            )
+    strange = [name for name in _split(tls)[1] if name not in KNOWN and name not in ALIASES and name != "all"]
+    for name in strange:
+        close = difflib.get_close_matches(name, sorted({*KNOWN, *ALIASES}), n=1)
+        hint = f"write {close[0]!r} if that is what you mean" if close else "take it out"
+        title = f"UCX_TLS={tls} names {name!r}, no transport we know"
+        found.append(warn(title, "UCX leaves it out without a word.", hint))
     rdma = bool(facts.rdma) and any(allows(tls, name) for name in _IB)
     if not allows(tls, "tcp") and not rdma:
         found.append(
@@ -123,7 +122,7 @@ def _judge_tls(facts: UcxFacts, *, gpu: bool, cma: bool) -> list[Finding]:
                 "notifications need tcp, or RDMA and a device.",
                 "take tcp out of the exclusion, or unset UCX_TLS"
                 if tls.startswith("^")
-                else f"UCX_TLS={tls},tcp, or unset UCX_TLS",
+                else f"UCX_TLS={','.join([*(n for n in _split(tls)[1] if n not in strange), 'tcp'])}, or unset UCX_TLS",
             )
         )
     if facts.rdma and not rdma:

@@ -154,7 +154,11 @@ class TestUcx:
         assert (found.level, said in found.title) == (level, True), found
 
     def test_a_name_close_to_one_that_exists_is_offered(self):
-        assert worst(self.judge(tls="tcpp,tcp,cma")).set == "did you mean 'tcp'?"
+        assert worst(self.judge(tls="tcpp,tcp,cma")).set == "write 'tcp' if that is what you mean"
+
+    def test_what_is_to_be_set_leaves_the_strange_name_out(self):
+        _, found = [finding for finding in self.judge(tls="cma,tpc") if finding.level != "ok"]
+        assert found.set == "UCX_TLS=cma,tcp, or unset UCX_TLS"
 
     def test_devices_come_from_sys(self, tmp_path):
         for name in ("net/eth0", "infiniband/mlx5_0/ports/1", "infiniband/mlx5_1/ports/1"):
