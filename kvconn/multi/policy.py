@@ -380,9 +380,13 @@ class EngineGate:
         )
 
     def passed(self, child: int, sent: Iterable[str], received: Iterable[str], failed: Iterable[str]) -> None:
-        """What child ``child``'s scheduler half let through, now or after holding it back. It cannot originate."""
-        for direction, ids in zip(DIRECTIONS, (sent, received), strict=True):
-            for id in ids:
+        """What child ``child``'s scheduler half let through, now or after holding it back. It cannot originate.
+
+        A child that owed both directions lets its request through once, at the later one (rule 5), so that its word
+        counts for every direction whose ranks are complete for it.
+        """
+        for id in (*sent, *received):
+            for direction in DIRECTIONS:
                 held = self._held.get((id, direction))
                 if held is not None and child in held.given:
                     held.passed.add(child)
