@@ -11,7 +11,7 @@ import time
 from collections import Counter
 
 from tests.sim.schedules import Action, drawn, quiet, run, shorter
-from tests.sim.world import Shape
+from tests.sim.shapes import Shape
 
 
 def main() -> int:

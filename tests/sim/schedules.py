@@ -14,7 +14,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from unittest.mock import patch
 
-from tests.sim.world import TREES, Shape, World
+from tests.sim.shapes import TREES, Shape
+from tests.sim.world import World
 
 Action = tuple[str, int, int]
 

@@ -20,8 +20,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_sta
 from tests.sim.engine import Engine
 from tests.sim.mutants import MUTANTS, Mutant
 from tests.sim.schedules import ACTIONS, Action, do, drawn, quiet, run
+from tests.sim.shapes import TREES, Shape
 from tests.sim.tables import left_over, tables
-from tests.sim.world import TREES, Shape, World
+from tests.sim.world import World
 
 pytestmark = pytest.mark.timeout(120)
 

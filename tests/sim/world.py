@@ -14,127 +14,23 @@ Time is a manual clock's.
 from __future__ import annotations
 
 import itertools
-from collections import Counter, deque
-from collections.abc import Mapping
+from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
 
 from kvconn.base import Fact, WorkerFacts
-from kvconn.nixl.peers import PeerKey
-from kvconn.nixl.sidechannel import HandshakeResult
+from kvconn.ledger import _ranks
 from kvconn.nixl.wire import Done, Heartbeat, parse_notification
 from kvconn.testing import LoopbackNet, ManualClock
 from kvconn.testing.holding import HoldingConnector
+from tests.sim.channel import Client, Directory, Server
 from tests.sim.engine import BLOCK, LAYERS, ROW, Engine, all_tables, leaves
+from tests.sim.shapes import LEASE, Shape
 
-LEASE, READ, QUARANTINE, HANDSHAKE = 30.0, 20.0, 40.0, 10.0
 SCRATCH = 3  # so few that they come back often, and run out
 P_BLOCKS, D_BLOCKS = 12, 10
-
-Directory = dict[tuple[str, int], bytes]
-
-#: what an engine's connector is made of: ``nixl``, a sibling that holds for so many polls (``held``: until told), a
-#: bare one without facts, or a MultiConnector of these.
-TREES: dict[str, Any] = {
-    "alone": "nixl",
-    "in Multi": ("nixl", "hold 1"),
-    "behind a sibling": ("hold 0", "nixl"),
-    "with a slow sibling": ("nixl", "held"),
-    "with a bare sibling": ("bare 1", "nixl"),
-    "nested": (("nixl", "hold 2"), "hold 1"),
-    "nested deep": ("hold 0", (("nixl", "held"), "bare 2")),
-}
-
-
-@dataclass(frozen=True)
-class Shape:
-    """What is simulated. ``readers``: what a producer may be asked to wait for is at most so much."""
-
-    pcp: int = 1
-    producer: str = "alone"
-    consumer: str = "alone"
-    consumers: int = 1
-    recompute: bool = False
-    harsh: bool = True
-    both: bool = False
-    chunk: int = 8
-    nixl: str | None = None  # module path and class of another NIXL connector: a mutant
-
-    def transfer(self, serves: bool) -> dict[str, Any]:
-        """An engine's kv_transfer_config."""
-        role = "kv_producer" if serves else "kv_both" if self.both else "kv_consumer"
-        tree = TREES[self.producer if serves else self.consumer]
-        return self._child(tree, role, "recompute" if self.recompute and not serves else "fail")
-
-    def _child(self, tree: Any, role: str, policy: str) -> dict[str, Any]:
-        if tree == "nixl":
-            limits = {"read": READ, "quarantine_age": QUARANTINE, "handshake": HANDSHAKE}
-            extra = {"kv_lease_duration": LEASE, "kvconn": limits}
-            module, _, name = (self.nixl or ":NixlConnector").partition(":")
-            made = {"kv_connector": name, "kv_role": role, "kv_connector_extra_config": extra}
-            return {
-                **made,
-                **({"kv_connector_module_path": module} if module else {}),
-                "kv_load_failure_policy": policy,
-            }
-        if isinstance(tree, str):
-            polls = None if tree == "held" else int(tree.split()[1])
-            return {
-                "kv_connector": "HoldingConnector",
-                "kv_connector_module_path": "kvconn.testing.holding",
-                "kv_role": "kv_both",
-                "kv_connector_extra_config": {"polls": polls, "facts": not tree.startswith("bare")},
-                "kv_load_failure_policy": policy,
-            }
-        children = [self._child(one, role, policy) for one in tree]
-        return {
-            "kv_connector": "MultiConnector",
-            "kv_role": role,
-            "kv_connector_extra_config": {"connectors": children},
-            "kv_load_failure_policy": policy,
-        }
-
-
-class Server:
-    """Publishes payloads in a dictionary."""
-
-    def __init__(self, directory: Directory, host: str, port: int, payloads: Mapping[tuple[int, int], bytes]) -> None:
-        self._directory, self._place = directory, (host, port)
-        self.replace(payloads)
-
-    def replace(self, payloads: Mapping[tuple[int, int], bytes]) -> None:
-        self._directory[self._place] = payloads[0, 0]
-
-    def close(self) -> None:
-        """The next engine at this place has published itself already."""
-
-
-class Client:
-    """Answers at a later look, out of the dictionary as it was when it asked. While ``mute``, not at all."""
-
-    def __init__(self, world: World, timeout: float) -> None:
-        self._world, self._timeout = world, timeout
-        self._asked: deque[tuple[float, HandshakeResult]] = deque()
-
-    def start(self, key: PeerKey, pp: int = 0, tp: int = 0) -> None:
-        found = self._world.directory.get(key[1:])
-        result = HandshakeResult(key, found, "" if found is not None else "cannot connect")
-        self._asked.append((self._world.clock() + self._timeout, result))
-
-    def results(self) -> list[HandshakeResult]:
-        out: list[HandshakeResult] = []
-        now, mute = self._world.clock(), self._world.mute
-        for deadline, result in list(self._asked):
-            if mute and now < deadline:
-                continue
-            out.append(HandshakeResult(result.key, None, "no answer in time") if mute else result)
-            self._asked.remove((deadline, result))
-        return out
-
-    def close(self) -> None:
-        pass
 
 
 @dataclass
@@ -325,10 +221,12 @@ class World:
         self.clock.advance((0.5, 6.0, 11.0, 21.0, 31.0, 41.0, 2.0, 1.0)[pick])
 
     def expire(self, pick: int, how: int) -> None:
-        """The producer's leases end."""
+        """The producer's leases end; now and then somebody comes too late, at once."""
         self.step(self.p)
         self.clock.advance(LEASE + 1)
         self.step(self.p)
+        if how % 2:
+            self.rush(pick, how)
 
     def expire_heard(self, pick: int, how: int) -> None:
         """Heartbeats wait unread at the producer when its leases would end."""
@@ -347,7 +245,10 @@ class World:
         self.counts["fault: notification " + ("lost", "doubled", "doubled late", "late")[pick % 4]] += 1
 
     def break_read(self, pick: int, how: int) -> None:
-        under_way, reader = self.net.under_way(), self.consumers[how % len(self.consumers)].agent
+        reader = self.consumers[how % len(self.consumers)].agent
+        if how < 4 and not self.net.under_way():
+            self.meet(pick, how)
+        under_way = self.net.under_way()
         if how == 7:
             self.net.cut(reader, self.p.agent)
             self.counts["fault: connection cut"] += 1
@@ -413,9 +314,13 @@ class World:
 
     def repeat(self, pick: int, how: int) -> None:
         """A rank's next word comes twice, the second time some steps later."""
-        engine = self.engines[how % len(self.engines)]
+        engine = self.p if pick >= 4 else self.engines[how % len(self.engines)]
         engine.repeats[pick % len(engine.ranks)] = how % 4
         self.counts["fault: outputs doubled"] += 1
+        if pick >= 4:
+            self.submit(pick, how)
+            for _ in range(4):
+                self.step(engine)
 
     def let_go(self, pick: int, how: int) -> None:
         """Siblings that hold let go."""
@@ -604,12 +509,11 @@ class World:
         owed = {one.id: set(one.ranks) for one in p.aggregator.pending() if one.direction == "send"}
         lines = p.connector.explain(self.clock())
         for id in p.scheduler.delayed:
-            assert owed.get(id) == silent, f"(d) {id} waits for {owed.get(id)} and not for {silent}"
+            ranks = owed.get(id, set())
+            assert ranks and ranks <= silent, f"(d) {id} waits for {ranks}, and {silent} are silent"
             told = [line for line in lines if f"send of {id} " in line]
-            ranks = ",".join(map(str, sorted(silent)))
-            word = f"ranks {ranks}" if len(silent) > 1 else f"rank {ranks}"
-            span = f"ranks {min(silent)}..{max(silent)}"
-            assert any(word in line or span in line for line in told), f"(d) {id}: {word} is not named in {lines}"
+            word = _ranks(tuple(sorted(ranks)))
+            assert any(word in line for line in told), f"(d) {id}: {word} not named in {lines}"
 
     def check_empty(self) -> None:
         """(d)"""
