@@ -287,7 +287,9 @@ class Engine:
         if self.withheld.get(rank, 0) > 0:
             self.withheld[rank] -= 1
             return KVConnectorOutput()
-        part = self._said[rank].popleft() if self._said[rank] else KVConnectorOutput()
+        part, said = KVConnectorOutput(), self._said[rank]
+        while said and part.kv_connector_worker_meta is None:  # what says nothing does not hold up what does
+            part = said.popleft()
         if rank in self.repeats and part.kv_connector_worker_meta is not None:
             self._again.append((self.repeats.pop(rank), rank, part))
         return part
@@ -321,6 +323,11 @@ class Engine:
             self.watcher.sent(self, id)
         for id in received:
             self.watcher.received(self, id, id in failed)
+
+    @property
+    def in_step(self) -> bool:
+        """Ranks have run a step that the scheduler has not heard of."""
+        return self._running is not None
 
     def busy(self) -> bool:
         """Whether it has requests, or words under way."""

@@ -207,8 +207,17 @@ class World:
         ids = [id for id, one in engine.scheduler.requests.items() if id not in engine.scheduler.delayed]
         if ids:
             id = ids[pick % len(ids)]
-            self.counts[f"aborts, {engine.scheduler.requests[id].status.value}"] += 1
+            self.counts[f"aborts, {self._stage(engine, id)}"] += 1
             engine.abort(id)
+
+    def _stage(self, engine: Engine, id: str) -> str:
+        status = engine.scheduler.requests[id].status.value
+        if (engine.name, id) in self.loads:
+            read = engine.half._reads._open.get(id)
+            status = "loading, " + (
+                "not begun or quiet" if read is None else "in read" if read.handles else "in handshake"
+            )
+        return status + (" (its step runs)" if engine.in_step else "")
 
     def arrive(self, pick: int, how: int) -> None:
         for _ in range(1 + how):
