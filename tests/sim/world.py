@@ -497,7 +497,7 @@ class World:
                 break
             if silent and self.p.scheduler.requests.keys() == self.p.scheduler.delayed.keys() and not self._open_nixl():
                 break
-        for _ in range(10):  # leases that ended early, what was heard too soon, slots that cool
+        for _ in range(16):  # the latest notification (25 s), then one lease in which it is remembered; slots that cool
             self._round(LEASE / 6 + 1)
 
     def _open_nixl(self) -> bool:
