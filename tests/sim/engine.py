@@ -209,6 +209,7 @@ class Engine:
         step = self.scheduler.schedule(self.clock())
         metadata = self.connector.build_connector_meta(step.view)
         self.watcher.announced(self)
+        self.watcher.counts["preemptions"] += len(step.view.preempted)
         requests = self.scheduler.requests
         texts = [(s, tuple(requests[s.id].tokens[: s.start + s.n])) for s in step.requests]
         for queue in self._queues:
