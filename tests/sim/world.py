@@ -133,7 +133,7 @@ class World:
     def submit_local(self, length: int, pick: int) -> None:
         """A prompt that nobody else reads: it takes blocks, and decodes until somebody is preempted."""
         engine = self.engines[pick % len(self.engines)]
-        self._add(engine, f"l{pick % 2}", self._prompt(1 + 2 * length, pick), 8, None)
+        self._add(engine, f"l{pick % 4}", self._prompt(4 + length, pick), 16, None)
 
     def _prompt(self, length: int, family: int) -> tuple[int, ...]:
         shared, serial = min(length, (0, 4, 6, 8)[family % 4]), next(self._serial)
