@@ -434,9 +434,12 @@ class EngineGate:
         why: Mapping[str, str] | None = None,
     ) -> None:
         """What child ``child``'s scheduler half let through, now or after holding it back. It cannot originate.
-        ``why``: of the failed ones."""
-        for direction, ids in zip(DIRECTIONS, (sent, received), strict=True):
-            for id in ids:
+
+        A child that owed both directions lets its request through once, at the later one (rule 6), so that its word
+        counts for every direction whose ranks are complete for it. ``why``: of the failed ones.
+        """
+        for id in (*sent, *received):
+            for direction in DIRECTIONS:
                 held = self._held.get((id, direction))
                 if held is not None and child in held.given:
                     held.passed.add(child)
