@@ -90,7 +90,7 @@ def test_what_is_preempted_after_its_kv_came_is_computed_here_and_right(start: S
     expected = alone(start, *(EngineRequest(id, prompt, 40) for id, prompt in prompts.items()))
     assert {id: end.tokens for id, end in told.items()} == expected
     both_are_empty(p, d)
-    assert d.stats().prefill_tokens >= 24, "nobody was preempted"
+    assert d.stats().prefill_tokens > 2, "nobody was preempted: only the last token of each was computed"
 
 
 @pytest.mark.parametrize("composition", CONSUMERS)
