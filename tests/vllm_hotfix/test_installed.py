@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Iterator
 from importlib import import_module
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from kvconn.vllm import interface
 from kvconn.vllm._hotfix_probes import Probed, probe_aggregator, probe_replicated_rank
 from kvconn.vllm.hotfix import KNOWN, Targets, load_targets, repair
 from tests.vllm_hotfix.doubles import methods
@@ -123,3 +125,38 @@ def test_eight_ranks_of_which_one_stutters(targets: Targets) -> None:
     assert joined(counter, targets.output, {"r"}, *[set()] * 7) == {"r"}
     assert joined(counter, targets.output, *[{"r"}] * 8) == set()
     assert counter._send_remaining_count == {}
+
+
+def test_the_description_is_what_python_sees(loaded: Targets) -> None:
+    """The interface as extracted from the wheel's sources against the classes that are installed."""
+    described = interface.load(_release(loaded)).classes
+    for name in (interface.BASE, interface.HYBRID):
+        live = getattr(import_module(described[name].module), name)
+        seen = {key: method for key, (owner, method) in interface.describe(live).methods.items() if owner == name}
+        for key, method in described[name].methods.items():
+            assert (seen[key].kind, seen[key].abstract) == (method.kind, method.abstract), key
+            assert [(p.name, p.kind, p.required) for p in seen[key].parameters] == [
+                (p.name, p.kind, p.required) for p in method.parameters
+            ], key
+        public = {key for key, m in seen.items() if not key.startswith("_") and m.kind != "attribute"}
+        assert public <= set(described[name].methods)
+
+
+def test_the_fields_that_cross_are_what_python_sees(loaded: Targets) -> None:
+    described = interface.load(_release(loaded)).classes
+    for name, cls in described.items():
+        live = getattr(import_module(cls.module), name)
+        if dataclasses.is_dataclass(live) and name != "KVTransferConfig":
+            assert [f.name for f in dataclasses.fields(live)] == [f.name for f in cls.fields], name
+
+
+def test_the_installed_connectors_fit(loaded: Targets) -> None:
+    release = _release(loaded)
+    for name, cls in interface.load(release).connectors.items():
+        if name != "NixlBaseConnector":  # abstract
+            live = getattr(import_module(cls.module), name)
+            assert interface.fits(live, release) == [], name
+
+
+def _release(loaded: Targets) -> str:
+    return loaded.version.split("+")[0]
