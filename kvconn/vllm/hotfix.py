@@ -127,7 +127,7 @@ class _Repair:
     #: replaces one method or more and says how to put it back.
     patch: Callable[[], Undo]
     #: the method that tells, by its mark, that we were here.
-    method: Callable[..., Any]
+    method: Callable[..., Any] | None
     done: str
 
 
@@ -198,8 +198,9 @@ def _patch_push(t: Targets) -> Undo:
     return put_back
 
 
-def _method(cls: type, name: str) -> Callable[..., Any]:
-    method: Callable[..., Any] = getattr(cls, name)
+def _method(cls: type, name: str) -> Callable[..., Any] | None:
+    """None where there is no such method; the probe will then say so."""
+    method: Callable[..., Any] | None = getattr(cls, name, None)
     return method
 
 

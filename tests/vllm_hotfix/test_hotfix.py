@@ -348,3 +348,10 @@ def test_an_aggregator_it_does_not_know_is_left_alone(aggregate: Any) -> None:
     targets = faulty(aggregator=kind)
     assert states(targets)[AGGREGATOR] == "failed"
     assert kind.aggregate is aggregate
+
+
+def test_classes_without_the_methods_are_left_alone() -> None:
+    empty = type("Empty", (), {"__init__": lambda self, *args: None})
+    targets = Targets("0.32.0", empty, empty, empty, empty, Metadata, empty, Output)
+    assert states(targets) == dict.fromkeys((PULL, PUSH, AGGREGATOR), "failed")
+    assert not {"get_transfer_results", "start_load_kv", "aggregate"} & set(vars(empty))

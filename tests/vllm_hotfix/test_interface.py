@@ -120,6 +120,7 @@ def wrong(**body: Any) -> list[str]:
         ({"on_new_request": lambda self: None}, "on_new_request: a call with 1 by position does not bind (too many"),
         ({"get_finished_count": property(lambda self: None)}, "get_finished_count: expected a method, got a property"),
         ({"get_finished_count": None}, "get_finished_count: expected a method, got a attribute"),
+        ({"on_new_request": abstractmethod(lambda self, request: None)}, "on_new_request: still abstract; expected on"),
         ({"requires_kv_delivery": lambda self: True}, "requires_kv_delivery: expected a property, which is read"),
         ({"build_kv_connector_stats": lambda self, data=None: 0}, "build_kv_connector_stats: expected a classmethod"),
         ({"build_kv_connector_stats": staticmethod(lambda: 0)}, "build_kv_connector_stats: a call with 1 by position"),
