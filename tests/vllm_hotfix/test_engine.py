@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from tests.vllm_hotfix.rig import Engine, lay_out
 
 pytestmark = [
     pytest.mark.timeout(400),
+    pytest.mark.filterwarnings("ignore"),  # vLLM's own imports are not clean
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="PCP needs triton, here its interpreter"),
 ]
 
@@ -33,6 +35,9 @@ SOON = 10.0
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    version = import_module("vllm").__version__
+    if not version.startswith("0.32."):
+        pytest.skip(f"vllm {version}: the way to PCP without a GPU in rig.py is known to work with 0.32")
     path = tmp_path_factory.mktemp("pcp")
     lay_out(path)
     return path
