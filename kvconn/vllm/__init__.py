@@ -1,0 +1,1 @@
+"""kvconn inside vLLM."""
