@@ -122,6 +122,7 @@ class Engine:
         self._tickets = itertools.count(1)
         self._answers: dict[int, Any] = {}
         self._buffer = b""
+        self._started = False
         read, write = os.pipe()
         command = [sys.executable, "-m", "tests.vllm.child", json.dumps(arguments(model, transfer, more))]
         settings = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "ENGINE_FD": str(write), **(env or {})}
@@ -140,7 +141,10 @@ class Engine:
         self._read = read
 
     def ready(self, timeout: float = 120) -> Engine:
-        self._wait(0, timeout)
+        """Wait until it has started. May be called again."""
+        if not self._started:
+            self._wait(0, timeout)
+            self._started = True
         return self
 
     def order(self, order: str, **arguments: Any) -> int:
@@ -194,7 +198,7 @@ class Engine:
         deadline = time.monotonic() + timeout
         while ticket not in self._answers:
             if not select.select([self._read], [], [], max(0.0, deadline - time.monotonic()))[0]:
-                raise EngineError(f"{self.name}: no answer within {timeout:g} s; {self.tail()}")
+                raise EngineError(f"{self.name}: no answer to order {ticket} within {timeout:g} s; {self.tail()}")
             chunk = os.read(self._read, 1 << 20)
             if not chunk:
                 raise self._died()
@@ -270,6 +274,7 @@ class Server:
             )
 
     def ready(self, timeout: float = 180) -> Server:
+        """Wait until it answers. May be called again."""
         deadline = time.monotonic() + timeout
         while True:
             if self.process.poll() is not None:

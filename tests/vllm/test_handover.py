@@ -69,32 +69,35 @@ def test_both_engines_as_kv_both(own_fleet: Fleet, alone: Engine) -> None:
     assert not a.idle()["owed"] and not b.idle()["owed"]
 
 
-class TestRollingUpgrade:
-    """One side ours, the other stock: the same checks; what nothing can prove is counted."""
+# --- rolling upgrade: one side ours, the other stock; the same checks, and what nothing can prove is counted -------
 
-    @pytest.fixture(scope="class")
-    def stock_d(self, fleet: Fleet) -> Engine:
-        return fleet.engine("stock-D", stock("kv_consumer"))
 
-    @pytest.fixture(scope="class")
-    def stock_p(self, fleet: Fleet) -> Engine:
-        return fleet.engine("stock-P", stock("kv_producer"))
+@pytest.fixture(scope="module")
+def stock_d(fleet: Fleet) -> Engine:
+    return fleet.engine("stock-D", stock("kv_consumer"))
 
-    def test_ours_is_read_by_both_kinds(
-        self, producer: Engine, consumer: Engine, stock_d: Engine, stock_p: Engine, alone: Engine
-    ) -> None:
-        for offset, d in ((0, stock_d), (500, consumer)):
-            prompts = [prompt(n, 200 + offset + n) for n in (5, 70, 300)]
-            answers = hand_over(producer.ready(), d.ready(), prompts, STOCK_PRODUCER)
-            assert [x["tokens"] for x in answers] == [alone.ready().one(one)["tokens"] for one in prompts]
-            assert producer.idle()["free"] == producer.state()["total"] - 1
-            assert moved(d) > 0
 
-    def test_stock_is_read_by_ours_and_counted(self, consumer: Engine, stock_p: Engine, alone: Engine) -> None:
-        before = consumer.ready().metrics().get("kvconn_unfenced_reads", 0.0)
-        prompts = [prompt(n, 900 + n) for n in (5, 70, 300)]
-        answers = hand_over(stock_p.ready(), consumer, prompts, STOCK_PRODUCER)
+@pytest.fixture(scope="module")
+def stock_p(fleet: Fleet) -> Engine:
+    return fleet.engine("stock-P", stock("kv_producer"))
+
+
+def test_ours_is_read_by_both_kinds(
+    producer: Engine, consumer: Engine, stock_d: Engine, stock_p: Engine, alone: Engine
+) -> None:
+    for offset, d in ((0, stock_d), (500, consumer)):
+        prompts = [prompt(n, 200 + offset + n) for n in (5, 70, 300)]
+        answers = hand_over(producer.ready(), d.ready(), prompts, STOCK_PRODUCER)
         assert [x["tokens"] for x in answers] == [alone.ready().one(one)["tokens"] for one in prompts]
-        assert stock_p.idle()["free"] == stock_p.state()["total"] - 1
-        assert consumer.metrics()["kvconn_unfenced_reads"] == before + len(prompts)
-        assert "has no fences" in consumer.said()
+        assert producer.idle()["free"] == producer.state()["total"] - 1
+        assert moved(d) > 0
+
+
+def test_stock_is_read_by_ours_and_counted(consumer: Engine, stock_p: Engine, alone: Engine) -> None:
+    before = consumer.ready().metrics().get("kvconn_unfenced_reads", 0.0)
+    prompts = [prompt(n, 900 + n) for n in (5, 70, 300)]
+    answers = hand_over(stock_p.ready(), consumer, prompts, STOCK_PRODUCER)
+    assert [x["tokens"] for x in answers] == [alone.ready().one(one)["tokens"] for one in prompts]
+    assert stock_p.idle()["free"] == stock_p.state()["total"] - 1
+    assert consumer.metrics()["kvconn_unfenced_reads"] == before + len(prompts)
+    assert "has no fences" in consumer.said()
