@@ -1,8 +1,9 @@
 """What a machine without a GPU needs so that vLLM runs a real PCP=2 engine: a test hack for the forward pass only.
 
 Prefill context parallelism needs vLLM's second model runner, which needs Triton; Triton needs a backend. So: a backend
-named ``cpu`` that compiles nothing, kernels under Triton's own interpreter, an MLA model, and PyTorch's rotary embedding
-in place of the CPU operator, which is wrong for this model. Scheduler, executor, aggregator, connectors and NIXL are real.
+named ``cpu`` that compiles nothing, kernels under Triton's own interpreter, an MLA model, and PyTorch's rotary
+embedding in place of the CPU operator, which is wrong for this model. Scheduler, executor, aggregator, connectors and
+NIXL are real.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A real producer with prefill context parallelism 2: every request is freed when it was read.
 
-Only rank 0 is read, and vLLM counts reports from both. Stock forgets rank 1's, so that nothing is ever freed; the test of
-that documents the fault that this library exists for, and fails when vLLM has repaired it.
+Only rank 0 is read, and vLLM counts reports from both. Stock forgets rank 1's, so that nothing is ever freed; the test
+of that documents the fault that this library exists for, and fails when vLLM has repaired it.
 """
 
 from __future__ import annotations
