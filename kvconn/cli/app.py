@@ -36,6 +36,10 @@ app = typer.Typer(
 Requests = Annotated[int | None, typer.Option(help="Requests to replay; at least as many as --concurrency. [48]")]
 Concurrency = Annotated[int, typer.Option(help="Requests in flight.")]
 ModeOption = Annotated[Literal["transformer", "content-addressed"], typer.Option(help="What the engines compute.")]
+KvOption = Annotated[
+    Literal["latent", "gqa"],
+    typer.Option(help="What a token keeps: one latent row (MLA), or keys and values per head."),
+]
 ContractOption = Annotated[
     Literal["world", "hidden-ranks"],
     typer.Option(help="hidden-ranks: P's ranks > 0 stay silent, as before the fix; the stall must be named (exit 3)."),
@@ -69,6 +73,7 @@ def demo(
     requests: Requests = None,
     concurrency: Concurrency = 16,
     mode: ModeOption = "transformer",
+    kv: KvOption = "latent",
     contract: ContractOption = "world",
     pcp: Pcp = 8,
     ucx_tls: UcxTls = None,
@@ -82,6 +87,7 @@ def demo(
         requests=requests,
         concurrency=concurrency,
         mode=mode,
+        kv=kv,
         contract=contract,
         pcp=pcp,
         ucx_tls=ucx_tls,
@@ -97,6 +103,7 @@ def replay(
     requests: Requests = None,
     concurrency: Concurrency = 16,
     mode: ModeOption = "transformer",
+    kv: KvOption = "latent",
     contract: ContractOption = "world",
     pcp: Pcp = 8,
     ucx_tls: UcxTls = None,
@@ -112,12 +119,36 @@ def replay(
         requests=requests,
         concurrency=concurrency,
         mode=mode,
+        kv=kv,
         contract=contract,
         pcp=pcp,
         ucx_tls=ucx_tls,
         stall_after=stall_after,
         seed=seed,
     )
+
+
+@app.command()
+def explain(
+    pid: Annotated[int | None, typer.Option(help="Only the engines that this process is part of.")] = None,
+    directory: Annotated[
+        Path | None, typer.Option("--run-dir", help="Where engines keep their sockets. [KVCONN_RUN_DIR]")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """What running engines wait for: requests, who owes what since when, leases, quarantine."""
+    from kvconn.cli import explain as explaining
+
+    reports, problems = explaining.explain(pid, directory)
+    console = _Console()
+    if as_json:
+        _write(console, explaining.to_json(reports, problems))
+    else:
+        explaining.print_reports(console, reports)
+        errors = _Console(stderr=True)
+        for problem in problems:
+            _complain(errors, problem)
+    sys.exit(WRONG if problems else 0)
 
 
 def _finish(as_json: bool, **options: Any) -> NoReturn:
@@ -144,14 +175,19 @@ def _finish(as_json: bool, **options: Any) -> NoReturn:
     console = _Console()
     if as_json:
         told = {"code": verdict.code, "verdict": verdict.lines, "report": report}
-        try:
-            sys.stdout.write(msgspec.json.encode(told).decode() + "\n")
-            sys.stdout.flush()
-        except BrokenPipeError:
-            console.on_broken_pipe()
+        _write(console, msgspec.json.encode(told).decode())
     else:
         print_report(console, report, verdict)
     sys.exit(verdict.code)
+
+
+def _write(console: _Console, text: str) -> None:
+    """One line to stdout as it is."""
+    try:
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()
+    except BrokenPipeError:
+        console.on_broken_pipe()
 
 
 class _Console(Console):

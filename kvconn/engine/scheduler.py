@@ -14,7 +14,7 @@ Rules
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import msgspec
 
@@ -309,7 +309,7 @@ class Scheduler:
                 self._append(request, tokens[request.id], now)
         if output is not None and self._connector is not None:
             self._connector.update_connector_output(output)
-            self._received(output.finished_recving or (), output.failed_recving or set(), now)
+            self._received(output.finished_recving or (), output.failed_recving or set(), output.failure_reasons, now)
             self._sent(output.finished_sending or ())
         events, self._events = self._events, []
         return events
@@ -362,13 +362,13 @@ class Scheduler:
         request.blocks = []
         del self.requests[request.id]
 
-    def _received(self, ids: Iterable[str], failed: set[str], now: float) -> None:
+    def _received(self, ids: Iterable[str], failed: set[str], reasons: Mapping[str, str], now: float) -> None:
         for id in ids:
             request = self.parked.pop(id, None)
             if request is None:
                 self._released(id)
             elif id in failed:
-                self._load_failed(request, now)
+                self._load_failed(request, reasons.get(id, ""), now)
             else:
                 self._leave_one_token(request)
                 self._cache_full_blocks(request)
@@ -379,14 +379,14 @@ class Scheduler:
         """The last token is computed even when its KV came: it gives the next one."""
         request.n_computed = min(request.n_computed, request.n_total - 1)
 
-    def _load_failed(self, request: Request, now: float) -> None:
+    def _load_failed(self, request: Request, why: str, now: float) -> None:
         """Policy: compute it here, or end the request. The blocks are safe: the receive was emitted."""
         request.status = Status.WAITING
         self.waiting.appendleft(request)
         if self._recompute:
             self._unadmit(request)
         else:
-            self._finish(request, FinishReason.ERROR, now, error="KV load failed")
+            self._finish(request, FinishReason.ERROR, now, error=f"KV load failed: {why}" if why else "KV load failed")
 
     def _sent(self, ids: Iterable[str]) -> None:
         for id in ids:

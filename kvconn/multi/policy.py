@@ -1,16 +1,28 @@
-"""What a MultiConnector decides: who loads, who claims, whose word is still missing, whose params the client gets.
+"""What a MultiConnector decides: who loads what, who claims, whose word is still missing, whose params the client gets.
 
 Rules
-1. The first child that can load loads, and nobody after it is asked. A child's "not yet" delays only when no earlier
-   child matched; asking is idempotent (C10).
-2. A life of ours opens over the children that claim it and all ranks of the engine: parties are (child, rank), and
-   completion is the set of them, never a count (C3).
-3. On a rank, an id leaves once per life: when its claim is bound and every claiming child reported there. A report
-   that comes before its claim waits, bounded, and counts when the claim comes; a repeated claim changes nothing (C1).
-4. In the engine, an id leaves once per life: when the engine's own set named it, every party reported, and every
+1. A load is a row of ranges, each of one child, each beginning where the one before ends. Children are asked in order,
+   each for what lies behind everything offered so far; a child that offers nothing leaves its place to the next. The
+   row ends at the end of the request, at an offer that ends inside a block, and at a "not yet" after a match; a "not
+   yet" before any match delays the request. Asking is idempotent: the last answer counts, nothing is held (C10).
+2. The row is asynchronous when one of its ranges is: the request is parked, and its receive is a life over the
+   asynchronous children that kept a range. A synchronous range in such a row has no forward that waits for it, so each
+   rank waits for it itself in the step that announces it, before it reports anything of that step; it is in no claim.
+   When the engine allocates less than was offered, the row is cut there. A range that fails fails the load, once, when
+   all of them are quiet.
+3. A life of ours opens over the children that claim it and all ranks of the engine: parties are (child, rank), and
+   completion is the set of them, never a count (C3). A child with a quorum is complete in a send, never in a receive,
+   when that many distinct ranks reported (C2): a rank that still writes must not lose its blocks.
+4. On a rank, an id leaves once per life: when its claim is bound and every claiming child without a quorum reported
+   there. A report that comes before its claim waits, bounded, and counts when the claim comes, but not one that is
+   older than its request. A repeated step changes nothing (C1). A child with a quorum is not waited for; its word goes
+   up as a fact until the engine closes the life, and one word of it that comes after that is absorbed.
+5. In the engine, an id leaves once per life: when the engine's own set named it, every party reported, and every
    claiming child's scheduler half let it through. Veto, never originate. An id that no fact of ours names passes.
-5. A request whose receive and send are both open is released by the later one; the earlier is held back (C13).
-6. Facts have namespaces by path. ``(i, ...)`` is child i's own word, stripped and handed to it, with n from the
+6. A request whose receive and send are both open is released by the later one; the earlier is held back (C13).
+7. ``failed`` is a result and ``received`` a release: a rank that knows of a failure has settled only when it also says
+   received (C6).
+8. Facts have namespaces by path. ``(i, ...)`` is child i's own word, stripped and handed to it, with n from the
    child's own ledger. ``(OWN, i)`` is this MultiConnector's word about its child i, with n from its own ledger; a
    nested one's arrives as ``(j, OWN, i)``, so that the two never meet.
 No I/O and no clock: ``now`` is an argument, in seconds.
@@ -21,11 +33,11 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
-from kvconn.base import Direction, Fact, TransferResults
+from kvconn.base import Direction, Fact, FactState, KVBlocks, TransferResults
 from kvconn.ledger import Child, CompletionLedger, Emit
 
 __all__ = [
@@ -35,6 +47,7 @@ __all__ = [
     "EngineGate",
     "Match",
     "MultiStep",
+    "Range",
     "RankGate",
     "Share",
     "choose",
@@ -47,33 +60,77 @@ OWN = -1
 Key = tuple[str, Direction]
 DIRECTIONS: tuple[Direction, Direction] = ("send", "recv")
 NOBODY: frozenset[str] = frozenset()
+K = TypeVar("K")
 
 
 # --- who loads, and what the client is told -----------------------------------------------------------------------
 
 
-class Match(msgspec.Struct, frozen=True):
-    """Who loads. ``tokens`` None: not yet, ask again; ``child`` None: nobody."""
+class Range(msgspec.Struct, frozen=True):
+    """Tokens ``start`` up to ``stop`` of a request are child ``child``'s to load."""
 
-    child: int | None = None
-    tokens: int | None = 0
-    asynchronous: bool = False
+    child: int
+    start: int
+    stop: int
+    asynchronous: bool
+
+    @property
+    def n(self) -> int:
+        """Tokens."""
+        return self.stop - self.start
+
+
+class Match(msgspec.Struct, frozen=True):
+    """Who loads what, beyond a local hit of ``start`` tokens (rules 1 and 2). ``delayed``: not yet, ask again."""
+
+    start: int = 0
+    ranges: tuple[Range, ...] = ()
+    delayed: bool = False
+
+    @property
+    def tokens(self) -> int:
+        return self.ranges[-1].stop - self.start if self.ranges else 0
+
+    @property
+    def asynchronous(self) -> bool:
+        return any(one.asynchronous for one in self.ranges)
 
     @property
     def answer(self) -> tuple[int | None, bool]:
         """As ``get_num_new_matched_tokens`` returns it."""
-        return self.tokens, self.asynchronous
+        return (None, False) if self.delayed else (self.tokens, self.asynchronous)
+
+    def cut(self, tokens: int) -> tuple[Range, ...]:
+        """The ranges that are left when the engine allocated ``tokens`` of those offered."""
+        end = self.start + tokens
+        return tuple(msgspec.structs.replace(r, stop=min(r.stop, end)) for r in self.ranges if r.start < end)
+
+    def blocks(self, blocks: KVBlocks, part: Range, block_size: int) -> KVBlocks:
+        """``blocks`` as the child of ``part`` must see them: what lies before its range is there already."""
+        before = (part.start - self.start) // block_size
+        return KVBlocks(blocks.ids, tuple(hit + before for hit in blocks.hashed))
 
 
-def choose(ask: Iterable[Callable[[], tuple[int | None, bool]]]) -> Match:
-    """Ask children in order until one matches or says "not yet"."""
+#: ``get_num_new_matched_tokens`` of one child about one request, given how many tokens are there already.
+Ask = Callable[[int], tuple[int | None, bool]]
+
+
+def choose(ask: Iterable[Ask], start: int, block_size: int, total: int) -> Match:
+    """Ask children in order (rule 1). Tokens: ``start`` are a local hit, the request has ``total``."""
+    ranges: list[Range] = []
+    end = start
     for child, question in enumerate(ask):
-        tokens, asynchronous = question()
+        if ranges and (end % block_size or end >= total):
+            break
+        tokens, asynchronous = question(end)
+        if tokens is None and not ranges:
+            return Match(start, delayed=True)
         if tokens is None:
-            return Match(tokens=None)
+            break
         if tokens > 0:
-            return Match(child, tokens, asynchronous)
-    return Match()
+            ranges.append(Range(child, end, end + tokens, asynchronous))
+            end += tokens
+    return Match(start, tuple(ranges))
 
 
 def merge_params(returned: Sequence[Mapping[str, Any] | None]) -> tuple[dict[str, Any] | None, tuple[int, ...]]:
@@ -103,19 +160,27 @@ def prefixed(child: int, facts: Iterable[Fact]) -> list[Fact]:
 
 
 class Claim(msgspec.Struct, frozen=True):
-    """A life of ours: the children whose reports it waits for."""
+    """A life of ours: the children whose reports it waits for, and ``spare``, those that have a quorum."""
 
     id: str
     n: int
     children: tuple[int, ...]
+    spare: tuple[int, ...] = ()
 
 
 class MultiStep(msgspec.Struct, frozen=True):
-    """Lives opened since the last step, oldest first. ``again``: ids we released that came back as new requests."""
+    """What happened since the step before ``seq``, oldest first.
 
+    ``sends`` and ``loads`` are lives that opened, ``closed`` sends with a quorum that were emitted, as (id, n), and
+    ``arrived`` new requests. ``waits``: children whose synchronous loads of this step no forward waits for (rule 2).
+    """
+
+    seq: int
     sends: tuple[Claim, ...] = ()
     loads: tuple[Claim, ...] = ()
-    again: tuple[str, ...] = ()
+    closed: tuple[tuple[str, int], ...] = ()
+    arrived: tuple[str, ...] = ()
+    waits: tuple[int, ...] = ()
 
 
 # --- one rank -----------------------------------------------------------------------------------------------------
@@ -125,78 +190,104 @@ class MultiStep(msgspec.Struct, frozen=True):
 class _Open:
     n: int
     owed: set[int]
-    failed: bool = False
+    spare: set[int]
+    failed: set[int] = field(default_factory=set)
+    told: bool = False
 
 
 class ClaimTable:
-    """One rank's claims of one direction, and reports that came before theirs."""
+    """One rank's claims of one direction, and reports that came before theirs.
 
-    def __init__(self, direction: Direction, rank: int, memory: int) -> None:
+    ``memory``: ids remembered after their life; ``early_max``: ids reported before theirs.
+    """
+
+    def __init__(self, direction: Direction, rank: int, memory: int = 4096, early_max: int = 4096) -> None:
         self._direction = direction
         self._rank = rank
         self._memory = memory
+        self._early_max = early_max
         self._open: dict[str, _Open] = {}
-        #: id -> {child: failed}, oldest first
-        self._early: OrderedDict[str, dict[int, bool]] = OrderedDict()
+        #: id -> {child: what it said}, oldest first; True: settled, False: failed, True after False both
+        self._early: OrderedDict[str, dict[int, list[bool]]] = OrderedDict()
         #: ids reported here whose next life is not announced: a bare child's second word is absorbed (C4).
         self._done: OrderedDict[str, None] = OrderedDict()
-        self._newest = 0
+        #: (id, child with a quorum) of closed lives that this child never mentioned: its next word is about those.
+        self._late: OrderedDict[tuple[str, int], None] = OrderedDict()
         self._ready: list[tuple[str, bool]] = []
         self.facts: list[Fact] = []
         #: reports that changed nothing.
         self.duplicates = 0
-        #: early reports given up: their request ended unclaimed, or too many waited.
+        #: early reports given up: their request ended unclaimed or began later, or too many waited.
         self.dropped = 0
 
     def announce(self, claim: Claim) -> None:
-        """A claim is bound; what was reported early counts now. A claim bound before changes nothing."""
-        if claim.n <= self._newest:
-            return
-        self._newest = claim.n
+        """A claim is bound; what was reported early counts now."""
         self._done.pop(claim.id, None)
-        self._open[claim.id] = _Open(claim.n, set(claim.children))
-        for child, failed in self._early.pop(claim.id, {}).items():
-            self.report(claim.id, child, failed)
+        self._open[claim.id] = _Open(claim.n, set(claim.children), set(claim.spare))
+        for child, words in self._early.pop(claim.id, {}).items():
+            for settled in words:
+                self.report(claim.id, child, settled)
+        self._settle(claim.id)
 
-    def report(self, id: str, child: int, failed: bool = False) -> None:
-        """Child ``child`` has reported ``id`` on this rank."""
+    def report(self, id: str, child: int, settled: bool = True) -> None:
+        """Child ``child`` has reported ``id`` on this rank: settled, or failed and not settled yet."""
         claim = self._open.get(id)
-        if claim is None:
-            self._unclaimed(id, child, failed)
-        elif child not in claim.owed:
+        if settled and (id, child) in self._late:
+            del self._late[id, child]
             self.duplicates += 1
-        else:
+        elif claim is None:
+            self._unclaimed(id, child, settled)
+        elif child not in claim.owed | claim.spare or (not settled and child in claim.failed):
+            self.duplicates += 1
+        elif settled:
             claim.owed.discard(child)
-            claim.failed |= failed
-            self._say(id, child, claim.n, failed)
-            if not claim.owed:
-                self._complete(id, claim.failed)
+            claim.spare.discard(child)
+            self._say(id, child, claim.n, "quiet" if child in claim.failed else "done")
+            self._settle(id)
+        else:
+            claim.failed.add(child)
+            self._say(id, child, claim.n, "failed")
 
-    def _say(self, id: str, child: int, n: int, failed: bool) -> None:
-        path = (OWN, child)
-        if failed:
-            self.facts.append(Fact(id, self._direction, n, self._rank, "failed", path))
-        self.facts.append(Fact(id, self._direction, n, self._rank, "quiet" if failed else "done", path))
+    def _say(self, id: str, child: int, n: int, state: FactState) -> None:
+        self.facts.append(Fact(id, self._direction, n, self._rank, state, (OWN, child)))
 
-    def _complete(self, id: str, failed: bool) -> None:
+    def _settle(self, id: str) -> None:
+        """This rank's report, once, when it waits for nobody; the claim stays while a spare child may speak."""
+        claim = self._open.get(id)
+        if claim is None or claim.owed:
+            return
+        if not claim.told:
+            claim.told = True
+            self._ready.append((id, bool(claim.failed)))
+        if not claim.spare:
+            self._end(id)
+
+    def close(self, id: str, n: int) -> None:
+        """The engine emitted life ``n``; children with a quorum that did not speak may do so late."""
+        claim = self._open.get(id)
+        if claim is not None and claim.n == n:
+            for child in claim.spare:
+                _remember(self._late, (id, child), self._memory)
+            self._end(id)
+
+    def _end(self, id: str) -> None:
         del self._open[id]
-        self._ready.append((id, failed))
-        self._done[id] = None
-        if len(self._done) > self._memory:
-            self._done.popitem(last=False)
+        _remember(self._done, id, self._memory)
 
-    def _unclaimed(self, id: str, child: int, failed: bool) -> None:
-        if id in self._done or child in self._early.get(id, ()):
+    def _unclaimed(self, id: str, child: int, settled: bool) -> None:
+        words = self._early.get(id, {}).get(child, [])
+        if id in self._done or settled in words or True in words:
             self.duplicates += 1
             return
-        self._early.setdefault(id, {})[child] = failed
-        if len(self._early) > self._memory:
+        self._early.setdefault(id, {}).setdefault(child, []).append(settled)
+        if len(self._early) > self._early_max:
             self._early.popitem(last=False)
             self.dropped += 1
 
-    def again(self, id: str) -> None:
-        """A released id came back: its reports are news again."""
+    def arrived(self, id: str) -> None:
+        """A new request. What was said of its id before is about another one; what is said from now on is news."""
         self._done.pop(id, None)
+        self.ended(id)
 
     def ended(self, id: str) -> None:
         """The request ended; had anybody claimed it, the claim would be bound by now."""
@@ -213,30 +304,38 @@ class ClaimTable:
 
 
 class RankGate:
-    """Rule 3, for one worker: children's reports in, this rank's reports and facts out."""
+    """Rules 4 and 7, for one worker: children's reports in, this rank's reports and facts out."""
 
     table: type[ClaimTable] = ClaimTable
 
     def __init__(self, rank: int, memory: int = 4096) -> None:
         self._sends = self.table("send", rank, memory)
         self._loads = self.table("recv", rank, memory)
+        self._newest = 0
 
     def bind(self, step: MultiStep) -> None:
-        """This step's announcements."""
-        for id in step.again:
-            self._sends.again(id)
-            self._loads.again(id)
+        """This step's announcements. A step bound before changes nothing."""
+        if step.seq <= self._newest:
+            return
+        self._newest = step.seq
+        for id, n in step.closed:
+            self._sends.close(id, n)
+        for id in step.arrived:
+            self._sends.arrived(id)
+            self._loads.arrived(id)
         for claim in step.sends:
             self._sends.announce(claim)
         for claim in step.loads:
             self._loads.announce(claim)
 
     def reports(self, child: int, results: TransferResults) -> None:
-        """What child ``child`` said in this poll. A failed receive is a receive."""
+        """What child ``child`` said in this poll (rule 7)."""
         for id in sorted(results.finished_sending):
             self._sends.report(id, child)
-        for id in sorted(results.finished_recving | results.failed_recving):
-            self._loads.report(id, child, id in results.failed_recving)
+        for id in sorted(results.failed_recving):
+            self._loads.report(id, child, settled=False)
+        for id in sorted(results.finished_recving):
+            self._loads.report(id, child)
 
     def ended(self, ids: Iterable[str]) -> None:
         """Requests that ended since the last step, after their claims were bound and this step's reports taken."""
@@ -271,6 +370,13 @@ class RankGate:
         return f"RankGate({self._sends!r} {self._loads!r})"
 
 
+def _remember(table: OrderedDict[K, None], key: K, memory: int) -> None:
+    table[key] = None
+    table.move_to_end(key)
+    while len(table) > memory:
+        table.popitem(last=False)
+
+
 # --- the engine ---------------------------------------------------------------------------------------------------
 
 
@@ -280,6 +386,7 @@ class _Held:
 
     n: int
     claimers: frozenset[int]
+    spare: bool
     given: set[int] = field(default_factory=set)
     passed: set[int] = field(default_factory=set)
     failed: bool = False
@@ -295,41 +402,70 @@ class Share(msgspec.Struct, frozen=True):
 
 
 class EngineGate:
-    """Rules 2, 4 and 5, for the scheduler half."""
+    """Rules 3, 5 and 6, for the scheduler half. ``quorum``: by child, how many ranks complete its sends."""
 
-    def __init__(self, children: int, ranks: Collection[int], memory: int = 4096) -> None:
+    def __init__(self, children: int, ranks: Collection[int], quorum: Mapping[int, int] | None = None) -> None:
         self.ledger = CompletionLedger()
         self._children = children
         self._ranks = ranks
-        self._memory = memory
+        self._quorum = dict(quorum or {})
         self._held: dict[Key, _Held] = {}
         self._touched: dict[Key, None] = {}
-        self._released: OrderedDict[str, None] = OrderedDict()
+        self._seq = 0
         self._sends: list[Claim] = []
         self._loads: list[Claim] = []
-        self._again: list[str] = []
+        self._closed: list[tuple[str, int]] = []
+        self._arrived: list[str] = []
+        self._waits: set[int] = set()
         #: ids in the engine's sets that named closed lives of ours.
         self.late = 0
 
     # -- lives -------------------------------------------------------------------------------------------------
 
     def open(self, id: str, direction: Direction, claimers: Iterable[int], now: float | None = None) -> None:
-        """A life begins; the next step announces it."""
-        children = tuple(sorted(claimers))
-        n = self.ledger.open(id, direction, {(child,): self._ranks for child in children}, now=now)
-        self._held[id, direction] = _Held(n, frozenset(children))
-        (self._sends if direction == "send" else self._loads).append(Claim(id, n, children))
+        """A life begins; the next step announces it. Without claimers every rank reports it at once."""
+        children = sorted(claimers)
+        few = {child: self._quorum[child] for child in children if direction == "send" and child in self._quorum}
+        n = self.ledger.open(
+            id,
+            direction,
+            {(child,): self._ranks for child in children},
+            quorum={(child,): ranks for child, ranks in few.items()},
+            now=now,
+        )
+        self._held[id, direction] = _Held(n, frozenset(children), bool(few))
+        claim = Claim(id, n, tuple(child for child in children if child not in few), tuple(few))
+        (self._sends if direction == "send" else self._loads).append(claim)
+
+    def loading(self, id: str) -> bool:
+        """True while a receive of this id is open: its blocks are not given back yet."""
+        return (id, "recv") in self._held
+
+    def wait_for(self, children: Iterable[int]) -> None:
+        """Children whose synchronous ranges, announced with the next step, belong to a parked request."""
+        self._waits |= set(children)
 
     def arrived(self, id: str) -> None:
-        """A new request; its id may be one we released before."""
-        if id in self._released:
-            del self._released[id]
-            self._again.append(id)
+        """A new request: the ranks must not take older words for words about it."""
+        self._arrived.append(id)
+
+    @property
+    def unshipped(self) -> bool:
+        """True while ranks keep a claim only because they have not heard that it is closed."""
+        return bool(self._closed)
 
     def step(self) -> MultiStep:
-        """Everything opened since the last step."""
-        step = MultiStep(tuple(self._sends), tuple(self._loads), tuple(self._again))
-        self._sends, self._loads, self._again = [], [], []
+        """Everything since the last step."""
+        self._seq += 1
+        step = MultiStep(
+            self._seq,
+            tuple(self._sends),
+            tuple(self._loads),
+            tuple(self._closed),
+            tuple(self._arrived),
+            tuple(sorted(self._waits)),
+        )
+        self._sends, self._loads, self._closed, self._arrived, self._waits = [], [], [], [], set()
         return step
 
     # -- reports -----------------------------------------------------------------------------------------------
@@ -422,12 +558,9 @@ class EngineGate:
         if held is None or held.passed != held.claimers or self.ledger.pop_ready(id, direction) is None:
             return None
         del self._held[id, direction]
-        if (id, "recv" if direction == "send" else "send") in self._held:
-            return None
-        self._released[id] = None
-        if len(self._released) > self._memory:
-            self._released.popitem(last=False)
-        return held.failed
+        if held.spare:
+            self._closed.append((id, held.n))
+        return None if (id, "recv" if direction == "send" else "send") in self._held else held.failed
 
     def take_absorbed(self) -> int:
         """Reports and ids that changed nothing, since the last call."""

@@ -89,6 +89,7 @@ class NixlScheduler:
         self._lifted: list[int] = []
         self._seal_key = fresh_key()
         self._server: HandshakeServer | None = None
+        self._published: dict[tuple[int, int], bytes] = {}
 
     # -- consumer ------------------------------------------------------------------------------------------------
 
@@ -280,19 +281,35 @@ class NixlScheduler:
     # -- handshake and the rest ----------------------------------------------------------------------------------
 
     def serve(self, metadata: Mapping[tuple[int, int], NixlHandshake]) -> None:
-        """Publish the serving workers' payloads. Raises ConfigError when the port is taken."""
-        key = self._seal_key
-        payloads = {rank: self._codec.with_seal_key(one.payload, key) for rank, one in metadata.items()}
-        if not payloads:
+        """Publish the serving workers' payloads, or the new ones of some. Raises ConfigError when the port is taken."""
+        if not metadata:
             return
+        for rank, one in metadata.items():
+            self._published[rank] = self._codec.with_seal_key(one.payload, self._seal_key)
         if self._server is not None:
-            self._server.replace(payloads)
+            self._server.replace(self._published)
         else:
-            self._server = HandshakeServer(self._config.host, self._config.port, payloads)
+            self._server = HandshakeServer(self._config.host, self._config.port, self._published)
+
+    def reset(self) -> bool:
+        """The engine forgets its cache, or its memory moves: no word of ours stands once the next step began. Who
+        reads meanwhile fails and computes; blocks that are held stay held until their lives end."""
+        self._lifted += self._fences.slots()
+        for id in self._fences.ids():
+            if self.ledger.get(id, "send") is None:
+                self._fences.close(id)
+        return True
 
     def explain(self, now: float) -> list[str]:
-        """One line per open life that is owed something."""
-        return [life.describe({(): "NixlConnector"}, now) for life in self.ledger.pending() if life.owed]
+        """One line per open life that is owed something, and per request that waits to be admitted."""
+        lines = [life.describe({(): "NixlConnector"}, now) for life in self.ledger.pending() if life.owed]
+        for id, one in list(self._incoming.items()):
+            if not one.consumed and one.ref is not None:
+                engine, host, port = one.ref.peer
+                beats = "heartbeats sent" if one.beating else "no heartbeat yet"
+                age = f"for {now - one.arrived:.1f} s"
+                lines.append(f"{id} waits to be admitted with KV at {engine}@{host}:{port}, {beats}, {age}")
+        return lines
 
     def shutdown(self) -> None:
         if self._server is not None:

@@ -84,7 +84,7 @@ class OffloadingConnector(KVConnector):
         filter_output(output, self.scheduler.reports)
 
     def explain(self, now: float) -> list[str]:
-        return self.scheduler.explain(now)
+        return self.scheduler.explain(now) if self.role is ConnectorRole.SCHEDULER else []
 
     # -- worker half ---------------------------------------------------------------------------------------------
 
