@@ -13,10 +13,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from kvconn.vllm.multi import KvconnMultiConnector, MultiConnector
     from kvconn.vllm.nixl import KvconnNixlConnector, NixlConnector, NixlPullConnector
 
 __all__ = [
+    "KvconnMultiConnector",
     "KvconnNixlConnector",
+    "MultiConnector",
     "NixlConnector",
     "NixlPullConnector",
     "register",
@@ -24,7 +27,9 @@ __all__ = [
 
 #: name -> (module, attribute)
 _EXPORTS: dict[str, tuple[str, str]] = {
+    "KvconnMultiConnector": ("kvconn.vllm.multi", "KvconnMultiConnector"),
     "KvconnNixlConnector": ("kvconn.vllm.nixl", "KvconnNixlConnector"),
+    "MultiConnector": ("kvconn.vllm.multi", "KvconnMultiConnector"),
     "NixlConnector": ("kvconn.vllm.nixl", "KvconnNixlConnector"),
     "NixlPullConnector": ("kvconn.vllm.nixl", "KvconnNixlConnector"),
 }

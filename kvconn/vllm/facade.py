@@ -36,6 +36,7 @@ from kvconn.base import (
 )
 from kvconn.config import ConnectorConfig
 from kvconn.errors import ContractError
+from kvconn.explain import ExplainServer
 from kvconn.metrics import Stats
 from kvconn.vllm import translate
 
@@ -77,10 +78,11 @@ class KvconnFacade(KVConnectorBase_V1, SupportsHMA):
         self._layers = [name for group in kv_cache_config.kv_cache_groups for name in group.layer_names]
         self._view = translate.cache_view(kv_cache_config)
         self._seq = 0
-        self.inner = self.make(
-            translate.connector_config(vllm_config, worker),
-            ConnectorRole.WORKER if worker else ConnectorRole.SCHEDULER,
-            self._view,
+        config = translate.connector_config(vllm_config, worker)
+        self.inner = self.make(config, ConnectorRole.WORKER if worker else ConnectorRole.SCHEDULER, self._view)
+        #: for ``kvconn explain``; a child's is closed by the MultiConnector of ours above it, which tells for all
+        self.explains = ExplainServer(
+            self.inner.explain, self.__repr__, config.engine_id, "worker" if worker else "scheduler", config.rank
         )
 
     @abstractmethod
@@ -171,14 +173,14 @@ class KvconnFacade(KVConnectorBase_V1, SupportsHMA):
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
-        self.inner.bind_connector_metadata(_ours(connector_metadata))
+        self.inner.bind_connector_metadata(unwrap(connector_metadata))
 
     def clear_connector_metadata(self) -> None:
         super().clear_connector_metadata()
         self.inner.clear_connector_metadata()
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        self.inner.handle_preemptions(_ours(kv_connector_metadata))
+        self.inner.handle_preemptions(unwrap(kv_connector_metadata))
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         self.inner.start_load_kv(forward_context, **kwargs)
@@ -187,7 +189,7 @@ class KvconnFacade(KVConnectorBase_V1, SupportsHMA):
         self.inner.wait_for_layer_load(layer_name)
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        self.inner.save_kv_layer(layer_name, **kwargs)
+        self.inner.save_kv_layer(layer_name, kv_layer=kv_layer, attn_metadata=attn_metadata, **kwargs)
 
     def wait_for_save(self) -> None:
         self.inner.wait_for_save()
@@ -214,13 +216,15 @@ class KvconnFacade(KVConnectorBase_V1, SupportsHMA):
         return self.to_vllm_stats(self.inner.get_kv_connector_stats())
 
     def shutdown(self) -> None:
+        self.explains.close()
         self.inner.shutdown()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.inner!r})"
 
 
-def _ours(metadata: KVConnectorMetadata) -> ConnectorMetadata:
+def unwrap(metadata: KVConnectorMetadata) -> ConnectorMetadata:
+    """What our scheduler half shipped. Raises ContractError for anybody else's."""
     if not isinstance(metadata, VllmMetadata):
         raise ContractError(f"metadata: expected our own scheduler half's, got {type(metadata).__name__}")
     return metadata.inner

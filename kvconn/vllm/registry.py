@@ -13,6 +13,7 @@ __all__ = ["CLASSES", "register_all"]
 
 #: ``__name__`` -> module
 CLASSES: dict[str, str] = {
+    "KvconnMultiConnector": "kvconn.vllm.multi",
     "KvconnNixlConnector": "kvconn.vllm.nixl",
 }
 

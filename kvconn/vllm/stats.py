@@ -11,12 +11,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlKVConnectorStats, NixlPromMetrics
 from vllm.v1.metrics.utils import create_metric_per_engine
 
 from kvconn.metrics import Stats
 
-__all__ = ["KvconnNixlProm", "KvconnNixlStats", "TransferStats"]
+__all__ = ["KvconnMultiProm", "KvconnMultiStats", "KvconnNixlProm", "KvconnNixlStats", "TransferStats"]
 
 #: counters of ours -> what they count. Exported as ``kvconn_<name>_total``.
 OURS: dict[str, str] = {
@@ -26,7 +27,6 @@ OURS: dict[str, str] = {
     "seals_refused": "Requests whose kv_transfer_params were not what the producer returned.",
     "notifications_malformed": "Notifications from peers that could not be read.",
     "agent_recreations": "NIXL agents made anew because a transfer never ended.",
-    "duplicates_absorbed": "Reports that changed nothing.",
     "other": "Counters that have no metric of their own.",
 }
 #: a counter of ours -> the list of vLLM's that gets one 1 per event
@@ -105,3 +105,62 @@ class KvconnNixlProm(NixlPromMetrics):
             total = sum(transfer_stats_data.get(name, ()))
             if total:
                 counters[engine_idx].inc(total)
+
+
+MULTI: dict[str, str] = {
+    "duplicates_absorbed": "Reports of children that changed nothing.",
+    "early_reports_dropped": "Reports of requests that nobody had claimed when they ended.",
+    "params_conflicts": "Children whose kv_transfer_params contradicted an earlier child's.",
+}
+
+
+class KvconnMultiStats(KVConnectorStats):
+    """A MultiConnector's own counters: numbers by name."""
+
+    @classmethod
+    def of(cls, stats: Stats) -> KvconnMultiStats:
+        return cls(data=dict(stats.values))
+
+    def reset(self) -> None:
+        self.data: dict[str, float] = {}
+
+    def aggregate(self, other: KVConnectorStats) -> KvconnMultiStats:
+        for name, amount in other.data.items():
+            self.data[name] = self.data.get(name, 0) + amount
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        return dict(self.data)
+
+    def is_empty(self) -> bool:
+        return not self.data
+
+
+class KvconnMultiProm(KVConnectorPromMetrics):
+    """Each child's metrics by its class's name, and a counter for each of the MultiConnector's own."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: Any,
+        labelnames: Any,
+        per_engine_labelvalues: Any,
+        children: Mapping[str, KVConnectorPromMetrics],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._children = children
+        self._own = {
+            name: create_metric_per_engine(
+                self._counter_cls(name=f"kvconn_{name}", documentation=text, labelnames=labelnames),
+                per_engine_labelvalues,
+            )
+            for name, text in MULTI.items()
+        }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        for name, data in transfer_stats_data.items():
+            if name in self._children:
+                self._children[name].observe(data, engine_idx)
+        for name, amount in transfer_stats_data.get("kvconn_multi", {}).items():
+            if name in self._own:
+                self._own[name][engine_idx].inc(amount)

@@ -32,6 +32,8 @@ from kvconn.config import ConnectorConfig, KVTransferConfig, ModelView, Parallel
 from kvconn.errors import ConfigError
 
 __all__ = [
+    "TRANSFER_FIELDS",
+    "VllmRequestView",
     "block_ids",
     "cache_view",
     "connector_config",
@@ -44,7 +46,7 @@ __all__ = [
 ]
 
 #: vLLM's dataclass has more fields in some versions; these are the ones that have a meaning here.
-_TRANSFER_FIELDS = (
+TRANSFER_FIELDS = (
     "kv_connector",
     "kv_role",
     "engine_id",
@@ -65,9 +67,9 @@ _REASONS = {
 
 
 def transfer_config(vllm_config: Any) -> KVTransferConfig:
-    """The ``kv_transfer_config``. Raises ConfigError."""
+    """The ``kv_transfer_config`` without what vLLM fills in itself. Raises ConfigError."""
     theirs = vllm_config.kv_transfer_config
-    given = {name: getattr(theirs, name) for name in _TRANSFER_FIELDS if getattr(theirs, name, None) is not None}
+    given = {name: getattr(theirs, name) for name in TRANSFER_FIELDS if getattr(theirs, name, None) is not None}
     return parse_kv_transfer_config(given)
 
 
@@ -175,9 +177,16 @@ def _layer(name: str, cache: torch.Tensor, num_blocks: int) -> LayerView:
 # --- requests and steps -------------------------------------------------------------------------------------------
 
 
-def request_view(request: Any) -> RequestView:
+class VllmRequestView(RequestView):
+    """A view that remembers vLLM's own request, for vLLM's own connectors below our MultiConnector."""
+
+    __slots__ = ("source",)
+    source: Any
+
+
+def request_view(request: Any) -> VllmRequestView:
     """A request; its tokens and block hashes are fetched when asked for."""
-    return RequestView(
+    view = VllmRequestView(
         request.request_id,
         request.num_prompt_tokens,
         request.num_tokens,
@@ -185,6 +194,8 @@ def request_view(request: Any) -> RequestView:
         lambda: request.all_token_ids,
         lambda: request.block_hashes,
     )
+    view.source = request
+    return view
 
 
 def finish_reason(request: Any) -> FinishReason:

@@ -62,13 +62,14 @@ class Child:
         }
 
     def metrics(self) -> dict[str, float]:
+        """Samples by name, labels summed, as a server's /metrics has them."""
+        from prometheus_client import REGISTRY
+
         out: dict[str, float] = {}
-        for metric in self.llm.get_metrics():
-            value = getattr(metric, "value", None)
-            name = metric.name if value is not None else metric.name + "_sum"
-            value = value if value is not None else getattr(metric, "sum", None)
-            if isinstance(value, int | float):
-                out[name] = out.get(name, 0) + value
+        for family in REGISTRY.collect():
+            for sample in family.samples:
+                if not sample.name.endswith(("_bucket", "_created")):
+                    out[sample.name] = out.get(sample.name, 0.0) + sample.value
         return out
 
     def reset(self) -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,7 +15,16 @@ import pytest
 
 from tests.vllm.engines import Engine, Server, environment, ours
 
+#: a peer that is not there is given up soon
+QUICK = {"kvconn": {"handshake": 2.0}}
 WHY = "vllm is not installed here; make test-vllm runs these"
+
+
+if find_spec("vllm") is not None:
+    with warnings.catch_warnings():  # what vLLM and PyTorch say to each other while they are imported is not ours
+        warnings.simplefilter("ignore")
+        importlib.import_module("vllm.distributed.kv_transfer.kv_connector.v1.base")
+        importlib.import_module("vllm.v1.core.sched.scheduler")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -102,10 +113,10 @@ def producer(fleet: Fleet) -> Engine:
 @pytest.fixture(scope="session")
 def consumer(fleet: Fleet) -> Engine:
     """Under the policy ``fail``."""
-    return fleet.engine("D", ours("kv_consumer"))
+    return fleet.engine("D", ours("kv_consumer", kv_connector_extra_config=QUICK))
 
 
 @pytest.fixture(scope="session")
 def recomputer(fleet: Fleet) -> Engine:
     """Under the policy ``recompute``."""
-    return fleet.engine("R", ours("kv_consumer", kv_load_failure_policy="recompute"))
+    return fleet.engine("R", ours("kv_consumer", kv_load_failure_policy="recompute", kv_connector_extra_config=QUICK))

@@ -194,6 +194,14 @@ class Engine:
                 raise EngineError(f"{self.name}: still holds {state}")
             time.sleep(0.02)
 
+    def freed(self, request: str, timeout: float = 20) -> None:
+        """Wait until request ``request`` is held no longer."""
+        deadline = time.monotonic() + timeout
+        while any(id.startswith(f"{request}-") or id == request for id in self.state()["requests"]):
+            if time.monotonic() > deadline:
+                raise EngineError(f"{self.name}: still holds {request}: {self.state()['owed']}")
+            time.sleep(0.02)
+
     def _wait(self, ticket: int, timeout: float) -> Any:
         deadline = time.monotonic() + timeout
         while ticket not in self._answers:

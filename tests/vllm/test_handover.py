@@ -32,13 +32,13 @@ def moved(d: Engine) -> float:
 def test_twenty_prompts_give_the_single_engines_tokens(producer: Engine, consumer: Engine, alone: Engine) -> None:
     for engine in (producer, consumer, alone):
         engine.ready()
-    before, hits = moved(consumer), consumer.metrics().get("vllm:external_prefix_cache_hits", 0.0)
+    before, hits = moved(consumer), consumer.metrics().get("vllm:external_prefix_cache_hits_total", 0.0)
     prompts = twenty()
     answers = hand_over(producer, consumer, prompts, PRODUCER)
     expected = [alone.one(one)["tokens"] for one in prompts]
     assert [answer["tokens"] for answer in answers] == expected
     assert moved(consumer) > before
-    assert consumer.metrics()["vllm:external_prefix_cache_hits"] > hits
+    assert consumer.metrics()["vllm:external_prefix_cache_hits_total"] > hits
     for engine in (producer, consumer):
         state = engine.idle()
         assert state["free"] == state["total"] - 1  # vLLM keeps one block to itself
@@ -94,10 +94,10 @@ def test_ours_is_read_by_both_kinds(
 
 
 def test_stock_is_read_by_ours_and_counted(consumer: Engine, stock_p: Engine, alone: Engine) -> None:
-    before = consumer.ready().metrics().get("kvconn_unfenced_reads", 0.0)
+    before = consumer.ready().metrics().get("kvconn_unfenced_reads_total", 0.0)
     prompts = [prompt(n, 900 + n) for n in (5, 70, 300)]
     answers = hand_over(stock_p.ready(), consumer, prompts, STOCK_PRODUCER)
     assert [x["tokens"] for x in answers] == [alone.ready().one(one)["tokens"] for one in prompts]
     assert stock_p.idle()["free"] == stock_p.state()["total"] - 1
-    assert consumer.metrics()["kvconn_unfenced_reads"] == before + len(prompts)
+    assert consumer.metrics()["kvconn_unfenced_reads_total"] == before + len(prompts)
     assert "has no fences" in consumer.said()

@@ -64,6 +64,7 @@ def read_all(p: Engine, d: Engine, tokens: list[list[int]]) -> list[dict[str, An
 PRODUCERS = {
     "alone": ours("kv_producer"),
     "below stock MultiConnector, beside one that holds": multi(ours("kv_producer"), SIBLING),
+    "below our MultiConnector, beside one that holds": multi(ours("kv_producer"), SIBLING, module="kvconn.vllm"),
 }
 
 
