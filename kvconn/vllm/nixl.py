@@ -14,8 +14,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from kvconn.base import ConnectorRole, KVCacheView, KVConnector
 from kvconn.config import ConnectorConfig
+from kvconn.errors import RequestError
 from kvconn.metrics import Stats
 from kvconn.nixl.connector import NixlConnector as NeutralNixlConnector
+from kvconn.params import parse_remote
 from kvconn.vllm.codec import VllmCodec
 from kvconn.vllm.facade import KvconnFacade
 from kvconn.vllm.stats import KvconnNixlProm, KvconnNixlStats, TransferStats
@@ -40,6 +42,11 @@ class KvconnNixlConnector(KvconnFacade):
         self._transfer_stats = TransferStats()
         super().__init__(vllm_config, role, kv_cache_config)
 
+    def on_new_request(self, request: Any) -> None:
+        if getattr(request, "abort_immediately", False) and not _readable(request, self._view.block_size):
+            return  # vLLM's notice that a request failed, with the params that were refused when it came
+        super().on_new_request(request)
+
     def make(self, config: ConnectorConfig, role: ConnectorRole, kv_cache: KVCacheView) -> KVConnector:
         return NeutralNixlConnector(config, role, kv_cache, codec=self._codec)
 
@@ -55,6 +62,14 @@ class KvconnNixlConnector(KvconnFacade):
         cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
     ) -> KvconnNixlProm:
         return KvconnNixlProm(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+def _readable(request: Any, block_size: int) -> bool:
+    try:
+        parse_remote(request.kv_transfer_params, block_size)
+    except RequestError:
+        return False
+    return True
 
 
 NixlConnector = NixlPullConnector = KvconnNixlConnector

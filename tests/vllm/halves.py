@@ -1,7 +1,7 @@
 """vLLM's own Scheduler and KVOutputAggregator around our connector halves on real NIXL agents; the forward is made up.
 
 One process holds both engines and all their workers. Parallel sizes are set after vLLM's configuration was checked,
-since its check refuses prefill context parallelism without a GPU; of the process groups only our rank is asked, and told.
+since its check refuses prefill context parallelism without a GPU; of the process groups only our rank is asked for.
 """
 
 from __future__ import annotations
