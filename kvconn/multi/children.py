@@ -25,12 +25,13 @@ from kvconn.config import ChildConfig, ConnectorConfig, KVTransferConfig, MultiS
 from kvconn.errors import ConfigError
 from kvconn.factory import get_connector_class
 
-__all__ = ["Children", "MakeChild", "build_children", "make_child"]
+__all__ = ["Children", "GetClass", "MakeChild", "build_children", "make_child"]
 
 log = logging.getLogger("kvconn.multi")
 
 ROOT = "kv_transfer_config"
 OPPOSITE = {"kv_producer": "kv_consumer", "kv_consumer": "kv_producer"}
+GetClass = Callable[[KVTransferConfig, str], type[KVConnector]]
 MakeChild = Callable[[type[KVConnector], ConnectorConfig, ConnectorRole, KVCacheView], KVConnector]
 
 
@@ -59,14 +60,20 @@ def make_child(
     return cls(config, role, kv_cache)  # type: ignore[call-arg]  # base.KVConnector documents it
 
 
-def build_children(config: ConnectorConfig, role: ConnectorRole, kv_cache: KVCacheView, make: MakeChild) -> Children:
-    """Every child that the configuration names. Raises ConfigError."""
+def build_children(
+    config: ConnectorConfig,
+    role: ConnectorRole,
+    kv_cache: KVCacheView,
+    make: MakeChild,
+    get_class: GetClass = get_connector_class,
+) -> Children:
+    """Every child that the configuration names; ``get_class`` finds its class. Raises ConfigError."""
     settings = parse_extra(MultiSettings, config.kv_transfer)
     where = f"{ROOT}.kv_connector_extra_config.connectors"
     if not settings.connectors:
         raise ConfigError(f"{where}: expected at least one connector, got none")
     problems: list[str] = []
-    plans = [_plan(config, raw, f"{where}[{i}]", problems) for i, raw in enumerate(settings.connectors)]
+    plans = [_plan(config, raw, f"{where}[{i}]", problems, get_class) for i, raw in enumerate(settings.connectors)]
     children: list[KVConnector] = []
     try:
         for plan in plans:
@@ -82,7 +89,9 @@ def build_children(config: ConnectorConfig, role: ConnectorRole, kv_cache: KVCac
     return Children(_names([entry.kv_connector for entry in entries]), children, quorum)
 
 
-def _plan(config: ConnectorConfig, raw: Mapping[str, Any], path: str, problems: list[str]) -> _Plan | None:
+def _plan(
+    config: ConnectorConfig, raw: Mapping[str, Any], path: str, problems: list[str], get_class: GetClass
+) -> _Plan | None:
     """The entry, checked; None when it has problems, which are added."""
     policy = config.kv_transfer.kv_load_failure_policy
     found: list[str] = []
@@ -90,7 +99,7 @@ def _plan(config: ConnectorConfig, raw: Mapping[str, Any], path: str, problems: 
     try:
         entry = parse_child({"kv_load_failure_policy": policy, **raw}, path)
     except ConfigError as err:
-        problems += [*err.problems, *_unknown(raw, path)]
+        problems += [*err.problems, *_unknown(raw, path, get_class)]
         return None
     if entry.kv_load_failure_policy != policy:
         found.append(
@@ -106,20 +115,20 @@ def _plan(config: ConnectorConfig, raw: Mapping[str, Any], path: str, problems: 
     if quorum is not None and quorum > world:
         found.append(f"{path}.kvconn.quorum: expected 1..{world}, the engine's workers, got {quorum}")
     try:
-        plan = _Plan(path, entry, get_connector_class(entry.kv_transfer, path))
+        plan = _Plan(path, entry, get_class(entry.kv_transfer, path))
     except ConfigError as err:
         found += err.problems
     problems += found
     return None if found else plan
 
 
-def _unknown(raw: Mapping[str, Any], path: str) -> Sequence[str]:
+def _unknown(raw: Mapping[str, Any], path: str, get_class: GetClass) -> Sequence[str]:
     """What is wrong with the name of a child whose other keys are wrong already."""
     name, module = raw.get("kv_connector"), raw.get("kv_connector_module_path")
     if not isinstance(name, str) or not isinstance(module, str | None):
         return ()
     try:
-        get_connector_class(KVTransferConfig(name, "kv_both", kv_connector_module_path=module), path)
+        get_class(KVTransferConfig(name, "kv_both", kv_connector_module_path=module), path)
     except ConfigError as err:
         return err.problems
     return ()

@@ -41,8 +41,9 @@ from kvconn.base import (
 )
 from kvconn.config import ConnectorConfig
 from kvconn.errors import ConfigError, ContractError
+from kvconn.factory import get_connector_class
 from kvconn.metrics import Meter, Stats
-from kvconn.multi.children import MakeChild, build_children, make_child
+from kvconn.multi.children import GetClass, MakeChild, build_children, make_child
 from kvconn.multi.policy import (
     EngineGate,
     MultiStep,
@@ -76,8 +77,9 @@ class MultiHandshake(HandshakeMetadata):
 class MultiConnector(KVConnector):
     """``kv_connector_extra_config.connectors`` lists the children's ``kv_transfer_config`` objects.
 
-    ``clock`` (seconds, default ``time.perf_counter``) stamps lives; ``make_child`` is the seam tests build children
-    through. Raises ConfigError with every child's problems at once.
+    ``clock`` (seconds, default ``time.perf_counter``) stamps lives; ``make_child`` is the seam tests and adapters build
+    children through, ``get_class`` how an adapter finds their classes. Raises ConfigError with every child's problems
+    at once.
     """
 
     def __init__(
@@ -88,9 +90,10 @@ class MultiConnector(KVConnector):
         *,
         clock: Callable[[], float] | None = None,
         make_child: MakeChild = make_child,
+        get_class: GetClass = get_connector_class,
     ) -> None:
         self.role = role
-        built = build_children(config, role, kv_cache, make_child)
+        built = build_children(config, role, kv_cache, make_child, get_class)
         self.names, self.children = built.names, built.connectors
         self._clock = clock or time.perf_counter
         self._block_size = kv_cache.block_size
