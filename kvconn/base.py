@@ -44,8 +44,9 @@ __all__ = [
 ]
 
 Direction = Literal["send", "recv"]
-#: ``quiet`` says that no transfer of ours can write the blocks of a failed receive any more (C6).
-FactState = Literal["done", "failed", "quiet"]
+#: ``quiet`` says that no transfer of ours can write the blocks of a failed receive any more (C6). ``released`` is about
+#: no life (its n is 0): the engine behind reference ``id``, which nobody here reads, was told so, as far as it can be.
+FactState = Literal["done", "failed", "quiet", "released"]
 #: block ids per cache group.
 BlockIds = tuple[tuple[int, ...], ...]
 CacheKind = Literal["full", "window", "state"]

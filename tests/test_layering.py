@@ -46,7 +46,8 @@ ALLOWED: dict[str, frozenset[str]] = {
     "multi": BASE | PARTS | {"factory"},  # its children are named by strings
     "engine": BASE | PARTS | {"factory", "aggregator", "explain"},  # its connectors too
     "vllm": BASE | PARTS | CONNECTORS | {"factory", "aggregator", "explain"},
-    "cli": BASE | PARTS | CONNECTORS | {"", "factory", "aggregator", "engine", "explain", "vllm"},
+    "doctor": BASE | PARTS | {"", "factory"},  # asks children about the rest
+    "cli": BASE | PARTS | CONNECTORS | {"", "factory", "aggregator", "engine", "doctor", "explain", "vllm"},
     "data": BASE | {"engine"},  # the script that made the shipped trace
     "testing": BASE | PARTS | CONNECTORS | {"factory", "aggregator", "engine", "vllm"},
     "": BASE | PARTS | CONNECTORS | {"factory", "aggregator"},  # for type checkers; at run time names are fetched late

@@ -1,7 +1,8 @@
 """The commands. Only :mod:`kvconn.cli.main` imports this module, after it has seen that typer and rich are there.
 
 Rules
-1. A command turns options into :class:`~kvconn.cli.job.Settings`, runs the job, prints, exits with the verdict's code.
+1. A command turns options into :class:`~kvconn.cli.job.Settings` (doctor: :class:`~kvconn.doctor.run.Options`), runs
+   the job, prints, exits with the verdict's or the report's code.
 2. A ConfigError is usage (2), a dead engine is wrong (1), Ctrl-C and SIGTERM shut the engines down first (130).
 3. Whatever imports torch is imported inside the command.
 """
@@ -149,6 +150,53 @@ def explain(
         for problem in problems:
             _complain(errors, problem)
     sys.exit(WRONG if problems else 0)
+
+
+@app.command()
+def doctor(
+    host: Annotated[str | None, typer.Option(help="Side channel host. [VLLM_NIXL_SIDE_CHANNEL_HOST]")] = None,
+    port: Annotated[
+        int | None, typer.Option(min=1, max=65535, help="Side channel base port. [VLLM_NIXL_SIDE_CHANNEL_PORT]")
+    ] = None,
+    replicas: Annotated[int, typer.Option(min=1, max=64, help="Data-parallel replicas; each has the next port.")] = 1,
+    remote: Annotated[bool, typer.Option("--remote", help="P and D will be on two hosts.")] = False,
+    kv_transfer_config: Annotated[
+        str | None, typer.Option(metavar="FILE|JSON", help="Check this configuration too.")
+    ] = None,
+    directory: Annotated[Path | None, typer.Option("--dir", help="Check this directory for a disk tier too.")] = None,
+    measure: Annotated[bool, typer.Option(help="Measure reads between two processes.")] = True,
+    as_json: Json = False,
+) -> None:
+    """Look at this machine before engines start: what would break, what would be slow, what to set."""
+    from kvconn.cli.examine import print_findings, to_json, transfer_config
+    from kvconn.doctor.run import Options, examine
+
+    errors, console = _Console(stderr=True), _Console()
+    try:
+        config = transfer_config(kv_transfer_config)
+        options = Options(
+            host=host,
+            port=port,
+            replicas=replicas,
+            remote=remote,
+            config=config,
+            directory=directory,
+            measure=measure,
+        )
+        with _interruptible(), errors.status("looking") as status:
+            report = examine(options, lambda what: status.update(f"looking at: {what}"))
+    except ConfigError as err:
+        for problem in err.problems:
+            _complain(errors, problem)
+        sys.exit(USAGE)
+    except KeyboardInterrupt:
+        _complain(errors, "interrupted")
+        sys.exit(INTERRUPTED)
+    if as_json:
+        _write(console, to_json(report))
+    else:
+        print_findings(console, report)
+    sys.exit(report.code)
 
 
 def _finish(as_json: bool, **options: Any) -> NoReturn:

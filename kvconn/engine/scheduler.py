@@ -103,6 +103,7 @@ class Scheduler:
         if request.n_prompt < 1 or request.max_tokens < 1 or request.n_prompt + request.max_tokens - 1 > longest:
             why = f"{request.n_prompt} prompt and {request.max_tokens} new tokens: expected 1.. and at most {longest}"
             self._refuse(submitted, why, now)
+            self._never_admitted(request)
             return
         self.requests[request.id] = request
         self.waiting.append(request)
@@ -113,6 +114,13 @@ class Scheduler:
         self._events.append(
             Finished(id=submitted.id, tokens=(), reason=FinishReason.ERROR, t=now, error=f"request refused: {why}")
         )
+
+    def _never_admitted(self, request: Request) -> None:
+        """Whoever holds KV for a request that will not run must hear of it, not wait for a lease's end."""
+        if self._connector is not None:
+            self._connector.on_new_request(request.view())
+            self._connector.request_finished(request.view(), ((),), FinishReason.ERROR)
+            self._finished.append(request.id)
 
     def abort(self, id: str, now: float) -> None:
         """End a request now; unknown and finished ones are left alone."""

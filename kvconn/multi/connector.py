@@ -20,6 +20,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from kvconn.base import (
     BlockIds,
     ConnectorMetadata,
@@ -31,6 +33,7 @@ from kvconn.base import (
     KVConnector,
     KVConnectorOutput,
     LayerView,
+    Published,
     RequestView,
     StepView,
     TransferResults,
@@ -41,7 +44,15 @@ from kvconn.errors import ConfigError, ContractError
 from kvconn.factory import get_connector_class
 from kvconn.metrics import Meter, Stats
 from kvconn.multi.children import GetClass, MakeChild, build_children, make_child
-from kvconn.multi.policy import Ask, EngineGate, Match, MultiStep, RankGate, Share, choose, merge_params, prefixed
+from kvconn.multi.policy import (
+    EngineGate,
+    MultiStep,
+    RankGate,
+    Share,
+    prefixed,
+    published_of,
+)
+from kvconn.multi.ranges import Ask, Match, choose, merge_params
 
 __all__ = ["MultiConnector", "MultiHandshake", "MultiMetadata"]
 
@@ -155,12 +166,17 @@ class MultiConnector(KVConnector):
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         meta = output.kv_connector_worker_meta
-        shares = self._gate.take(meta.facts if isinstance(meta, WorkerFacts) else ())
+        said = meta if isinstance(meta, WorkerFacts) else WorkerFacts()
+        shares = self._gate.take(said.facts)
         for index, (child, share) in enumerate(zip(self.children, shares, strict=True)):
-            part = _part(share, output)
+            part = _part(share, output, published_of(index, said.published))
             child.update_connector_output(part)
             self._gate.passed(
-                index, part.finished_sending or (), part.finished_recving or (), part.failed_recving or ()
+                index,
+                part.finished_sending or (),
+                part.finished_recving or (),
+                part.failed_recving or (),
+                part.failure_reasons,
             )
         emit = self._gate.emit(
             output.finished_sending or (), output.finished_recving or (), output.failed_recving or ()
@@ -262,16 +278,18 @@ class MultiConnector(KVConnector):
 
     def build_connector_worker_meta(self) -> WorkerFacts | None:
         facts = self._rank.take_facts()
+        published: list[Published] = []
         for index, child in enumerate(self.children):
             meta = child.build_connector_worker_meta()
             if isinstance(meta, WorkerFacts):
                 facts += prefixed(index, meta.facts)
+                published += [msgspec.structs.replace(one, child=(index, *one.child)) for one in meta.published]
             elif meta is not None:
                 raise ContractError(
                     f"{self.names[index]}.build_connector_worker_meta(): expected WorkerFacts or None, "
                     f"got {type(meta).__name__}"
                 )
-        return WorkerFacts(tuple(facts)) if facts else None
+        return WorkerFacts(tuple(facts), tuple(published)) if facts or published else None
 
     def _own(self, metadata: ConnectorMetadata) -> MultiMetadata:
         if not isinstance(metadata, MultiMetadata) or len(metadata.children) != len(self.children):
@@ -318,12 +336,12 @@ class MultiConnector(KVConnector):
         return f"MultiConnector([{', '.join(self.names.values())}] {gate!r})"
 
 
-def _part(share: Share, output: KVConnectorOutput) -> KVConnectorOutput:
+def _part(share: Share, output: KVConnectorOutput, published: tuple[Published, ...]) -> KVConnectorOutput:
     """One child's view of the engine's output."""
     return KVConnectorOutput(
         finished_sending=set(share.sent),
         finished_recving=set(share.received),
         failed_recving=set(share.failed),
         invalid_block_ids=set(output.invalid_block_ids),
-        kv_connector_worker_meta=WorkerFacts(share.facts) if share.facts else None,
+        kv_connector_worker_meta=WorkerFacts(share.facts, published) if share.facts or published else None,
     )

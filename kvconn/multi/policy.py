@@ -1,15 +1,10 @@
-"""What a MultiConnector decides: who loads what, who claims, whose word is still missing, whose params the client gets.
+"""What a MultiConnector decides about completion: who claims, whose word is still missing, what leaves when.
 
 Rules
-1. A load is a row of ranges, each of one child, each beginning where the one before ends. Children are asked in order,
-   each for what lies behind everything offered so far; a child that offers nothing leaves its place to the next. The
-   row ends at the end of the request, at an offer that ends inside a block, and at a "not yet" after a match; a "not
-   yet" before any match delays the request. Asking is idempotent: the last answer counts, nothing is held (C10).
-2. The row is asynchronous when one of its ranges is: the request is parked, and its receive is a life over the
-   asynchronous children that kept a range. A synchronous range in such a row has no forward that waits for it, so each
-   rank waits for it itself in the step that announces it, before it reports anything of that step; it is in no claim.
-   When the engine allocates less than was offered, the row is cut there. A range that fails fails the load, once, when
-   all of them are quiet.
+1. Who loads what is decided in :mod:`kvconn.multi.ranges`.
+2. The receive of a parked request is a life over the asynchronous children that kept a range. A synchronous range in
+   such a row is waited for on each rank in the step that announces it, before it reports anything of that step; it is
+   in no claim. A range that fails fails the load, once, when all of them are quiet.
 3. A life of ours opens over the children that claim it and all ranks of the engine: parties are (child, rank), and
    completion is the set of them, never a count (C3). A child with a quorum is complete in a send, never in a receive,
    when that many distinct ranks reported (C2): a rank that still writes must not lose its blocks.
@@ -31,13 +26,13 @@ No I/O and no clock: ``now`` is an argument, in seconds.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
-from kvconn.base import Direction, Fact, FactState, KVBlocks, TransferResults
+from kvconn.base import Direction, Fact, FactState, Published, TransferResults
 from kvconn.ledger import Child, CompletionLedger, Emit
 
 __all__ = [
@@ -45,14 +40,11 @@ __all__ = [
     "Claim",
     "ClaimTable",
     "EngineGate",
-    "Match",
     "MultiStep",
-    "Range",
     "RankGate",
     "Share",
-    "choose",
-    "merge_params",
     "prefixed",
+    "published_of",
 ]
 
 #: first element of the path of a MultiConnector's own facts; no child has this index.
@@ -63,97 +55,14 @@ NOBODY: frozenset[str] = frozenset()
 K = TypeVar("K")
 
 
-# --- who loads, and what the client is told -----------------------------------------------------------------------
-
-
-class Range(msgspec.Struct, frozen=True):
-    """Tokens ``start`` up to ``stop`` of a request are child ``child``'s to load."""
-
-    child: int
-    start: int
-    stop: int
-    asynchronous: bool
-
-    @property
-    def n(self) -> int:
-        """Tokens."""
-        return self.stop - self.start
-
-
-class Match(msgspec.Struct, frozen=True):
-    """Who loads what, beyond a local hit of ``start`` tokens (rules 1 and 2). ``delayed``: not yet, ask again."""
-
-    start: int = 0
-    ranges: tuple[Range, ...] = ()
-    delayed: bool = False
-
-    @property
-    def tokens(self) -> int:
-        return self.ranges[-1].stop - self.start if self.ranges else 0
-
-    @property
-    def asynchronous(self) -> bool:
-        return any(one.asynchronous for one in self.ranges)
-
-    @property
-    def answer(self) -> tuple[int | None, bool]:
-        """As ``get_num_new_matched_tokens`` returns it."""
-        return (None, False) if self.delayed else (self.tokens, self.asynchronous)
-
-    def cut(self, tokens: int) -> tuple[Range, ...]:
-        """The ranges that are left when the engine allocated ``tokens`` of those offered."""
-        end = self.start + tokens
-        return tuple(msgspec.structs.replace(r, stop=min(r.stop, end)) for r in self.ranges if r.start < end)
-
-    def blocks(self, blocks: KVBlocks, part: Range, block_size: int) -> KVBlocks:
-        """``blocks`` as the child of ``part`` must see them: what lies before its range is there already."""
-        before = (part.start - self.start) // block_size
-        return KVBlocks(blocks.ids, tuple(hit + before for hit in blocks.hashed))
-
-
-#: ``get_num_new_matched_tokens`` of one child about one request, given how many tokens are there already.
-Ask = Callable[[int], tuple[int | None, bool]]
-
-
-def choose(ask: Iterable[Ask], start: int, block_size: int, total: int) -> Match:
-    """Ask children in order (rule 1). Tokens: ``start`` are a local hit, the request has ``total``."""
-    ranges: list[Range] = []
-    end = start
-    for child, question in enumerate(ask):
-        if ranges and (end % block_size or end >= total):
-            break
-        tokens, asynchronous = question(end)
-        if tokens is None and not ranges:
-            return Match(start, delayed=True)
-        if tokens is None:
-            break
-        if tokens > 0:
-            ranges.append(Range(child, end, end + tokens, asynchronous))
-            end += tokens
-    return Match(start, tuple(ranges))
-
-
-def merge_params(returned: Sequence[Mapping[str, Any] | None]) -> tuple[dict[str, Any] | None, tuple[int, ...]]:
-    """The client's params, and the children left out.
-
-    A child that contradicts an earlier one is left out whole: half of its params beside another's would describe
-    blocks that nobody holds.
-    """
-    merged: dict[str, Any] | None = None
-    left_out: list[int] = []
-    for child, params in enumerate(returned):
-        if params is None:
-            continue
-        if merged is not None and any(key in merged and merged[key] != value for key, value in params.items()):
-            left_out.append(child)
-        else:
-            merged = {**(merged or {}), **params}
-    return merged, tuple(left_out)
-
-
 def prefixed(child: int, facts: Iterable[Fact]) -> list[Fact]:
     """Child ``child``'s own facts, as they travel through this MultiConnector."""
     return [msgspec.structs.replace(fact, child=(child, *fact.child)) for fact in facts]
+
+
+def published_of(child: int, published: Iterable[Published]) -> tuple[Published, ...]:
+    """What child ``child``'s ranks published anew, its path without us."""
+    return tuple(msgspec.structs.replace(one, child=one.child[1:]) for one in published if one.child[:1] == (child,))
 
 
 # --- what crosses from the scheduler half to the ranks ------------------------------------------------------------
@@ -390,6 +299,7 @@ class _Held:
     given: set[int] = field(default_factory=set)
     passed: set[int] = field(default_factory=set)
     failed: bool = False
+    why: str = ""
 
 
 class Share(msgspec.Struct, frozen=True):
@@ -515,23 +425,37 @@ class EngineGate:
             tuple(facts),
         )
 
-    def passed(self, child: int, sent: Iterable[str], received: Iterable[str], failed: Iterable[str]) -> None:
-        """What child ``child``'s scheduler half let through, now or after holding it back. It cannot originate."""
-        for direction, ids in zip(DIRECTIONS, (sent, received), strict=True):
-            for id in ids:
+    def passed(
+        self,
+        child: int,
+        sent: Iterable[str],
+        received: Iterable[str],
+        failed: Iterable[str],
+        why: Mapping[str, str] | None = None,
+    ) -> None:
+        """What child ``child``'s scheduler half let through, now or after holding it back. It cannot originate.
+
+        A child that owed both directions lets its request through once, at the later one (rule 6), so that its word
+        counts for every direction whose ranks are complete for it. ``why``: of the failed ones.
+        """
+        for id in (*sent, *received):
+            for direction in DIRECTIONS:
                 held = self._held.get((id, direction))
                 if held is not None and child in held.given:
                     held.passed.add(child)
                     self._touched[id, direction] = None
         for id in failed:
-            if (id, "recv") in self._held and child in self._held[id, "recv"].passed:
-                self._held[id, "recv"].failed = True
+            held = self._held.get((id, "recv"))
+            if held is not None and child in held.passed:
+                held.failed = True
+                held.why = held.why or (why or {}).get(id, "")
 
     def emit(self, sent: Iterable[str], received: Iterable[str], failed: Iterable[str]) -> Emit:
         """Filter the engine's sets; call after :meth:`take` and :meth:`passed` of the same step."""
         failed = set(failed)
         out: dict[Direction, set[str]] = {"send": set(), "recv": set()}
         out_failed: set[str] = set()
+        why: dict[str, str] = {}
         named = dict(self._touched)
         for direction, ids in zip(DIRECTIONS, (sent, received), strict=True):
             for id in ids:
@@ -543,24 +467,25 @@ class EngineGate:
                     out[direction].add(id)
                     out_failed |= {id} & failed if direction == "recv" else set()
         for id, direction in self._touched:
-            lost = self._release(id, direction)
-            if lost is None:
+            over = self._release(id, direction)
+            if over is None:
                 continue
             out[direction].add(id)
-            if lost:
+            if over.failed:
                 out_failed.add(id)
+                why |= {id: over.why} if over.why else {}
         self._touched = {}
-        return Emit(frozenset(out["send"]), frozenset(out["recv"]), frozenset(out_failed))
+        return Emit(frozenset(out["send"]), frozenset(out["recv"]), frozenset(out_failed), why)
 
-    def _release(self, id: str, direction: Direction) -> bool | None:
-        """Close a life that is due. None: nothing to emit; else whether it failed."""
+    def _release(self, id: str, direction: Direction) -> _Held | None:
+        """Close a life that is due. None: nothing to emit."""
         held = self._held.get((id, direction))
         if held is None or held.passed != held.claimers or self.ledger.pop_ready(id, direction) is None:
             return None
         del self._held[id, direction]
         if held.spare:
             self._closed.append((id, held.n))
-        return None if (id, "recv" if direction == "send" else "send") in self._held else held.failed
+        return None if (id, "recv" if direction == "send" else "send") in self._held else held
 
     def take_absorbed(self) -> int:
         """Reports and ids that changed nothing, since the last call."""

@@ -170,7 +170,7 @@ class NixlWorker:
         for key, transfer_ids in step.heartbeats:
             self._with_peer(key, now, partial(self._heartbeat, transfer_ids))
         for ref in step.releases:
-            self._with_peer(ref.peer, now, partial(self._release, ref))
+            self._with_peer(ref.peer, now, partial(self._let_go, ref))
 
     def _is_new(self, direction: Direction, n: int) -> bool:
         if n <= self._seen[direction]:
@@ -542,6 +542,11 @@ class NixlWorker:
         """Tell the producer that we are done with ``ref``; where it can't be told its lease ends it."""
         readers = peer.plan.readers if peer is not None and peer.plan is not None else 1
         self._notify(peer, encode_done(ref.transfer_id, readers))
+
+    def _let_go(self, ref: RemoteRef, peer: Peer | None, why: str, now: float) -> None:
+        """Of a reference that nobody here reads; our scheduler half keeps the engine stepping until this."""
+        self._release(ref, peer, why, now)
+        self._say(ref.transfer_id, "recv", 0, "released")
 
     def _heartbeat(self, transfer_ids: tuple[str, ...], peer: Peer | None, why: str, now: float) -> None:
         for start in range(0, len(transfer_ids), HEARTBEAT_IDS):

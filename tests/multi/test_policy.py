@@ -14,17 +14,14 @@ from kvconn.aggregator import KVOutputAggregator
 from kvconn.base import Fact, KVBlocks, KVConnectorOutput, TransferResults, WorkerFacts
 from kvconn.multi.policy import (
     OWN,
-    Ask,
     Claim,
     ClaimTable,
     EngineGate,
-    Match,
     MultiStep,
     RankGate,
-    choose,
-    merge_params,
     prefixed,
 )
+from kvconn.multi.ranges import Ask, Match, choose, merge_params
 
 CHILDREN = 3
 IDS = st.sampled_from(["a", "b"])
@@ -496,3 +493,17 @@ def test_a_request_that_owes_both_directions_is_released_by_the_later(first: str
         emitted.append((set(emit.sent), set(emit.received)))
     assert emitted[0] == (set(), set())
     assert emitted[1] == (({"a"}, set()) if second == "send" else (set(), {"a"}))
+
+
+@pytest.mark.parametrize("later", ["send", "recv"])
+def test_a_child_that_owed_both_directions_lets_the_request_through_once(later: str) -> None:
+    """A nested Multi emits the later of the two only; the outer one waited for the other for ever."""
+    gate = EngineGate(1, [0])
+    gate.open("a", "recv", [0])
+    gate.open("a", "send", [0])
+    first = gate.take([Fact("a", "recv", 1, 0, "done", (OWN, 0)), Fact("a", "send", 2, 0, "done", (OWN, 0))])
+    assert (first[0].sent, first[0].received) == ({"a"}, {"a"})
+    gate.passed(0, {"a"} if later == "send" else (), {"a"} if later == "recv" else (), ())
+    emit = gate.emit(["a"], ["a"], ())
+    assert len(emit.sent) + len(emit.received) == 1
+    assert not gate._held and len(gate.ledger) == 0

@@ -23,7 +23,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_sta
 
 from kvconn.aggregator import KVOutputAggregator
 from kvconn.base import Direction, Fact, KVConnectorOutput, TransferResults, WorkerFacts
-from kvconn.multi.policy import Ask, ClaimTable, EngineGate, Match, MultiStep, RankGate, choose
+from kvconn.multi.policy import ClaimTable, EngineGate, MultiStep, RankGate
+from kvconn.multi.ranges import Ask, Match, choose
 
 CHILDREN = 3
 BLOCK = 16

@@ -12,9 +12,10 @@ import pytest
 
 from kvconn.base import StepView
 from kvconn.errors import TransportError
+from kvconn.multi.connector import MultiConnector
 from kvconn.transport.nixl import cma_usable
 from tests.nixl.producer import Producer, races
-from tests.support import NIXL_CONSUMER, NIXL_PRODUCER, Side, free_port, wait_until
+from tests.support import NIXL_CONSUMER, NIXL_PRODUCER, Side, free_port, multi, offload_hold, wait_until
 
 TCP = {"UCX_TLS": "tcp"}
 BLOCKS = list(range(48))
@@ -36,7 +37,7 @@ def quiet(caplog: pytest.LogCaptureFixture) -> None:
 
 def worker(side: Side) -> Any:
     connector: Any = side.workers[0]
-    return connector.worker
+    return connector.children[0].worker if isinstance(connector, MultiConnector) else connector.worker
 
 
 def step_until(side: Side, done: Any) -> None:
@@ -173,11 +174,15 @@ def _with_age(settings: Any, age: float) -> Any:
     return msgspec.structs.replace(settings, kvconn=msgspec.structs.replace(settings.kvconn, quarantine_age=age))
 
 
-def test_more_blocks_than_may_be_in_quarantine_are_ended_by_a_new_agent_at_once() -> None:
+@pytest.mark.parametrize("composition", ["alone", "in Multi"])
+def test_more_blocks_than_may_be_in_quarantine_are_ended_by_a_new_agent_at_once(composition: str) -> None:
     """And the rank serves as well: who reads from it finds the new agent."""
     limits = {"read": 0.5, "handshake": 5.0, "quarantine_max": 8}
     extra = {"kv_lease_duration": 3.0, "kvconn": limits}  # who can't tell us that it is done is waited for so long
-    both = Side("B", {**NIXL_BOTH, "kv_connector_extra_config": extra}, num_blocks=64)
+    transfer = {**NIXL_BOTH, "kv_connector_extra_config": extra}
+    if composition == "in Multi":
+        transfer = multi(transfer, offload_hold(), role="kv_both")
+    both = Side("B", transfer, num_blocks=64)
     d = Side("D", NIXL_CONSUMER, num_blocks=64)
 
     def serve(id: str, seed: int) -> None:
