@@ -22,7 +22,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 import kvconn.vllm
 from kvconn.base import Fact, WorkerFacts
 from kvconn.errors import ConfigError
-from kvconn.vllm import translate
+from kvconn.vllm import interface, translate
 from kvconn.vllm.facade import VllmWorkerFacts
 
 CLASSES = [kvconn.vllm.NixlConnector, kvconn.vllm.MultiConnector, kvconn.vllm.OffloadingConnector]
@@ -54,6 +54,12 @@ def test_parameters_have_the_names_that_vllm_calls_them_by(cls: type) -> None:
         want = [p for p in inspect.signature(theirs).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
         have = inspect.signature(getattr(cls, name)).parameters
         assert [p.name for p in want] == [n for n in have if n in {p.name for p in want}], name
+
+
+@pytest.mark.parametrize("version", interface.VERSIONS)
+@pytest.mark.parametrize("cls", CLASSES)
+def test_each_class_fits_the_interface_of_each_release(cls: type, version: str) -> None:
+    assert interface.fits(cls, version) == []
 
 
 @pytest.mark.parametrize("cls", CLASSES)

@@ -91,6 +91,20 @@ def test_stock_never_frees(own_fleet: Fleet, reader: Engine, hack: dict[str, str
     assert states[1]["free"] < states[0]["free"]
 
 
+def test_stock_with_the_hotfix_frees(own_fleet: Fleet, reader: Engine, hack: dict[str, str]) -> None:
+    p = own_fleet.engine(
+        "pcp-H",
+        stock("kv_producer"),
+        "mla",
+        env={**hack, "KVCONN_VLLM_HOTFIX": "1"},
+        prefill_context_parallel_size=2,
+        **pcp.ARGUMENTS,
+    )
+    p.ready(180), reader.ready()
+    states = read_all(p, reader, [prompt(100, 4500 + k) for k in range(2)])
+    assert [state["requests"] for state in states] == [[], []]
+
+
 def test_replicated_pcp_only_produces(own_fleet: Fleet, hack: dict[str, str], tmp_path: Path) -> None:
     p = own_fleet.engine("pcp-both", ours("kv_both"), "mla", env=hack, prefill_context_parallel_size=2, **pcp.ARGUMENTS)
     with pytest.raises(EngineError):
