@@ -18,6 +18,8 @@ from tests.vllm.engines import PRODUCER, ROOT, Engine, EngineError, ours, stock
 from tests.vllm.prompts import prompt
 
 N = 3
+#: on a loaded machine an interpreted forward takes long; who waits for it is not what these tests ask
+PATIENT = {"kv_connector_extra_config": {"kv_lease_duration": 120}}
 SIBLING = {
     "kv_connector": "HoldingSibling",
     "kv_connector_module_path": "tests.vllm.siblings",
@@ -33,7 +35,13 @@ def hack(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def reader(fleet: Fleet, hack: dict[str, str]) -> Iterator[Engine]:
     """One consumer for all of them, of ours."""
-    engine = fleet.engine("pcp-D", ours("kv_consumer"), "mla", env=hack, **pcp.ARGUMENTS)
+    engine = fleet.engine(
+        "pcp-D",
+        ours("kv_consumer", kv_connector_extra_config={"kvconn": {"handshake": 60.0, "read": 120.0}}),
+        "mla",
+        env=hack,
+        **pcp.ARGUMENTS,
+    )
     yield engine
     engine.close()
 
@@ -53,7 +61,7 @@ def read_all(p: Engine, d: Engine, tokens: list[list[int]], patience: float = 60
     for one in tokens:
         first = p.one(one, 1, params=PRODUCER, timeout=180)
         answer = d.one(one, 4, params=first["params"], timeout=180)
-        assert answer["tokens"][:1] == first["tokens"]
+        assert answer["tokens"][:1] == first["tokens"], d.tail()
         try:
             states.append(p.idle(timeout=patience))
         except EngineError:
@@ -62,9 +70,11 @@ def read_all(p: Engine, d: Engine, tokens: list[list[int]], patience: float = 60
 
 
 PRODUCERS = {
-    "alone": ours("kv_producer"),
-    "below stock MultiConnector, beside one that holds": multi(ours("kv_producer"), SIBLING),
-    "below our MultiConnector, beside one that holds": multi(ours("kv_producer"), SIBLING, module="kvconn.vllm"),
+    "alone": ours("kv_producer", **PATIENT),
+    "below stock MultiConnector, beside one that holds": multi(ours("kv_producer", **PATIENT), SIBLING),
+    "below our MultiConnector, beside one that holds": multi(
+        ours("kv_producer", **PATIENT), SIBLING, module="kvconn.vllm"
+    ),
 }
 
 
@@ -83,7 +93,7 @@ def test_ours_frees_each_request_when_it_was_read(
 
 def test_stock_never_frees(own_fleet: Fleet, reader: Engine, hack: dict[str, str]) -> None:
     p = own_fleet.engine(
-        "pcp-S", stock("kv_producer"), "mla", env=hack, prefill_context_parallel_size=2, **pcp.ARGUMENTS
+        "pcp-S", stock("kv_producer", **PATIENT), "mla", env=hack, prefill_context_parallel_size=2, **pcp.ARGUMENTS
     )
     p.ready(240), reader.ready(240)
     states = read_all(p, reader, [prompt(100, 4000 + k) for k in range(2)], patience=4)
@@ -94,7 +104,7 @@ def test_stock_never_frees(own_fleet: Fleet, reader: Engine, hack: dict[str, str
 def test_stock_with_the_hotfix_frees(own_fleet: Fleet, reader: Engine, hack: dict[str, str]) -> None:
     p = own_fleet.engine(
         "pcp-H",
-        stock("kv_producer"),
+        stock("kv_producer", **PATIENT),
         "mla",
         env={**hack, "KVCONN_VLLM_HOTFIX": "1"},
         prefill_context_parallel_size=2,
