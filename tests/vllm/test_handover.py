@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 from tests.vllm.conftest import Fleet
@@ -73,13 +75,17 @@ def test_both_engines_as_kv_both(own_fleet: Fleet, alone: Engine) -> None:
 
 
 @pytest.fixture(scope="module")
-def stock_d(fleet: Fleet) -> Engine:
-    return fleet.engine("stock-D", stock("kv_consumer"))
+def stock_d(fleet: Fleet) -> Iterator[Engine]:
+    engine = fleet.engine("stock-D", stock("kv_consumer"))
+    yield engine
+    engine.close()  # its idle agent takes a core
 
 
 @pytest.fixture(scope="module")
-def stock_p(fleet: Fleet) -> Engine:
-    return fleet.engine("stock-P", stock("kv_producer"))
+def stock_p(fleet: Fleet) -> Iterator[Engine]:
+    engine = fleet.engine("stock-P", stock("kv_producer"))
+    yield engine
+    engine.close()  # its idle agent takes a core
 
 
 def test_ours_is_read_by_both_kinds(

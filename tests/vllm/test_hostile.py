@@ -180,6 +180,21 @@ REFUSED = {
         {},
         "bidirectional_kv_xfer: unknown key",
     ),
+    "two tensor parallel ranks": (
+        ours("kv_producer"),
+        {"tensor_parallel_size": 2},
+        "parallel.tp: this version transfers at tp 1, got 2",
+    ),
+    "a child that is nobody": (
+        {
+            "kv_connector": "MultiConnector",
+            "kv_connector_module_path": "kvconn.vllm",
+            "kv_role": "kv_producer",
+            "kv_connector_extra_config": {"connectors": [ours("kv_consumer"), ours("kv_producer", kv_port=0)]},
+        },
+        {},
+        "connectors[0].kv_role: expected kv_producer or kv_both",
+    ),
 }
 
 
