@@ -56,6 +56,13 @@ class Limits(msgspec.Struct, frozen=True):
     #: a worker's answer to one step of the reference engine, and its start
     step: float = 60.0
     start: float = 120.0
+    #: a worker's end when it was told to, and an engine's, which waits for its workers
+    end_worker: float = 10.0
+    end_engine: float = 20.0
+    #: a thread of ours that was told to end; the answer to ``kvconn explain``; a probe of what UCX may use
+    end_thread: float = 10.0
+    explain: float = 5.0
+    probe: float = 10.0
     #: early notifications kept, requests waiting for one peer's handshake, peers known at once
     early_max: int = 4096
     waiting_max: int = 4096

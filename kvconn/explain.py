@@ -26,6 +26,8 @@ from typing import Literal
 
 import msgspec
 
+from kvconn.config import LIMITS
+
 __all__ = ["ExplainServer", "Report", "ask", "find", "run_dir"]
 
 log = logging.getLogger("kvconn")
@@ -33,7 +35,6 @@ log = logging.getLogger("kvconn")
 MAX_LINES = 10_000
 MAX_BYTES = 16 << 20
 _TRIES = 20
-_TIMEOUT = 5.0
 _POLL = 0.2
 _numbers = itertools.count()
 Half = Literal["scheduler", "worker"]
@@ -129,7 +130,7 @@ class ExplainServer:
                     log.warning("kvconn explain ends: %s", err)
                     return
                 with asking, contextlib.suppress(OSError):  # whoever asked went away
-                    asking.settimeout(_TIMEOUT)
+                    asking.settimeout(LIMITS.explain)
                     asking.sendall(self._answer())
 
     def _answer(self) -> bytes:
@@ -143,7 +144,7 @@ class ExplainServer:
         """Stop answering and remove the socket. Idempotent."""
         self._stop.set()
         if self._thread is not None:
-            self._thread.join(_TIMEOUT)
+            self._thread.join(LIMITS.explain)
             self._thread = None
         if self.path is not None:
             self.path.unlink(missing_ok=True)
@@ -182,7 +183,7 @@ def _listen(path: Path) -> socket.socket:
 
 def _alive(path: Path) -> bool:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as trying:
-        trying.settimeout(_TIMEOUT)
+        trying.settimeout(LIMITS.explain)
         try:
             trying.connect(str(path))
         except ConnectionRefusedError:
@@ -195,7 +196,7 @@ def _alive(path: Path) -> bool:
 # --- asking -------------------------------------------------------------------------------------------------------
 
 
-def ask(path: Path, timeout: float = _TIMEOUT) -> Report:
+def ask(path: Path, timeout: float = LIMITS.explain) -> Report:
     """The report of the connector behind ``path``. Raises OSError, ValueError for an answer that is none."""
     deadline = time.monotonic() + timeout
     got = bytearray()

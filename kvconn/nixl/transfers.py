@@ -33,6 +33,7 @@ class _Read:
     deadline: float
     peer: tuple[str, str, int]
     blocks: int
+    began: float
     posting: bool = True
     posted: bool = False
     handles: set[int] = field(default_factory=set)
@@ -48,10 +49,12 @@ class Reads:
         self._by_handle: dict[int, _Read] = {}
         self._errors: set[int] = set()
 
-    def begin(self, id: str, n: int, peer: tuple[str, str, int], deadline: float, blocks: int = 0) -> None:
+    def begin(
+        self, id: str, n: int, peer: tuple[str, str, int], deadline: float, blocks: int = 0, now: float = 0.0
+    ) -> None:
         """A life arrived. It settles only after :meth:`posted_all` or :meth:`fail`. ``blocks``: how many it fills."""
         assert id not in self._open, f"the scheduler half opened {id} twice"
-        self._open[id] = _Read(id, n, deadline, peer, blocks)
+        self._open[id] = _Read(id, n, deadline, peer, blocks, now)
 
     def posted(self, id: str, handle: int) -> None:
         """A handle of this life is under way."""
@@ -152,6 +155,11 @@ class Reads:
         """n of the open life of this id, 0 when none is open."""
         read = self._open.get(id)
         return 0 if read is None else read.n
+
+    def age(self, id: str, now: float) -> float:
+        """Seconds since the open life of this id began."""
+        read = self._open.get(id)
+        return 0.0 if read is None else now - read.began
 
     def ids(self) -> list[str]:
         """Ids of the open lives."""

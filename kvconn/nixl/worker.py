@@ -194,7 +194,7 @@ class NixlWorker:
         for load in loads:
             peer = load.ref.peer if load.ref is not None else ("", "", 0)
             blocks = sum(map(len, load.local))
-            self._reads.begin(load.id, load.n, peer, now + self._settings.kvconn.read, blocks)
+            self._reads.begin(load.id, load.n, peer, now + self._settings.kvconn.read, blocks, now)
             if load.ref is None:
                 self._fail(load.id, load.refused or "no reference", now)
                 continue
@@ -226,7 +226,7 @@ class NixlWorker:
         except TransportError as err:
             if err.handle is not None:  # parts may be under way (F4)
                 self._under_way(load.id, err.handle, peer, 0, now)
-            self._fail(load.id, f"{peer.name}: {err}", now)
+            self._fail(load.id, f"peer {peer.name}, read: {err}", now)
 
     def _admit(self, load: LoadSpec, ref: RemoteRef, peer: Peer, plan: Plan) -> None:
         """May this reference be read at all? Arms its fence check. Raises RequestError."""
@@ -262,6 +262,7 @@ class NixlWorker:
 
     def _fail(self, id: str, why: str, now: float) -> None:
         """The result of this life is failure; its blocks stay until it is quiet."""
+        why = f"{why} (the load is {self._reads.age(id, now):.1f} s old)"
         if self._reads.fail(id, why, now):
             self._say(id, "recv", self._reads.life(id), "failed", why[:WHY_MAX])
             self.meter.add("nixl_num_failed_transfers")
@@ -335,7 +336,8 @@ class NixlWorker:
             self._read_word(id, now)
         else:
             self.meter.add("stale_reads")
-            self._fail(id, "the producer let go of these blocks before they were read (fence)", now)
+            engine, host, port = self._refs[id].peer
+            self._fail(id, f"peer {engine}@{host}:{port}, fence: it let go of these blocks before they were read", now)
 
     def _read_word(self, id: str, now: float) -> None:
         ref = self._refs[id]
@@ -352,7 +354,7 @@ class NixlWorker:
         except TransportError as err:
             if err.handle is not None:
                 self._under_way(id, err.handle, peer, 0, now)
-            self._fail(id, f"{peer.name}: fence: {err}", now)
+            self._fail(id, f"peer {peer.name}, fence: {err}", now)
         else:
             self._under_way(id, handle, peer, 0, now)
             self._looking.add(handle)
@@ -379,7 +381,7 @@ class NixlWorker:
         """ERR is a result, not quiet (F4): the handle is quiet once its peer is known to be gone."""
         peer = self._started[handle][0]
         why = self._transport.reason(handle) if self._transport is not None else ""
-        self._fail(self._reads.error(handle), f"a read from {peer.name} failed: {why}", now)
+        self._fail(self._reads.error(handle), f"peer {peer.name}, read: {why}", now)
 
     def _watch_quarantine(self, now: float) -> None:
         held = self._reads.quarantined(now)
@@ -457,7 +459,7 @@ class NixlWorker:
         peer = self._peers.get(ref.peer) if ref is not None else None
         stage = "handshake" if peer is None or peer.agent is None else "read"
         whom = peer.name if peer is not None else "unknown peer"
-        self._fail(id, f"{whom}: {stage} not done after {self._settings.kvconn.read:g} s", now)
+        self._fail(id, f"peer {whom}, {stage}: not done after {self._settings.kvconn.read:g} s", now)
 
     def _drain_handshakes(self, now: float) -> None:
         if self._client is None:

@@ -11,13 +11,15 @@ Rules
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
@@ -36,12 +38,14 @@ PICK = st.integers(0, 99)
 
 @dataclass
 class Life:
-    """One life in the model. ``words``: the (child, rank) that reported; ``failed``: those that failed before."""
+    """One life in the model. ``words``: the (child, rank) that reported; ``failed``: those that failed before;
+    ``announced``: ranks know of it."""
 
     claimers: frozenset[int]
     quorum: dict[int, int]
     words: set[tuple[int, int]] = field(default_factory=set)
     failed: set[tuple[int, int]] = field(default_factory=set)
+    announced: bool = False
 
     def owed(self, world: int) -> list[tuple[int, int]]:
         return [(c, r) for c in sorted(self.claimers) for r in range(world) if (c, r) not in self.words]
@@ -136,15 +140,19 @@ class Machine(RuleBasedStateMachine):
 
     @rule(id=IDS, direction=st.sampled_from(["send", "recv"]), pick=PICK, failed=st.booleans())
     def report(self, id: str, direction: Direction, pick: int, failed: bool) -> None:
-        """A word that is owed, announced or not; a failure may come long before its release, or with it."""
+        """A word that is owed. Of a send it may come before the announcement; a load is announced to all children in
+        the step that begins it. A failure may come long before its release, or with it."""
         life = self.requests[id].lives.get(direction) if id in self.requests and self.requests[id].stepped else None
         owed = life.owed(self.world) if life is not None else []
-        if life is None or not owed:
+        if life is None or not owed or (direction == "recv" and not life.announced):
             return
         one = owed[pick % len(owed)]
         if direction == "recv" and failed:
             life.failed.add(one)
             self._say(id, direction, *one, failed=True)
+        elif direction == "send" and (*one, id) in self.late:  # a rank's words come in order: this is the older one
+            self.late.discard((*one, id))
+            self._say(id, direction, *one)
         else:
             life.words.add(one)
             self._say(id, direction, *one)
@@ -188,6 +196,8 @@ class Machine(RuleBasedStateMachine):
         ended, self.ended = self.ended, []
         for request in self.requests.values():
             request.stepped = True
+            for life in request.lives.values():
+                life.announced = True
         outputs = [self._rank_step(gate, self.metas if repeat else [meta], ended) for gate in self.ranks]
         part = self.aggregator.aggregate(outputs).kv_connector_output
         for child, share in enumerate(self.gate.take(part.kv_connector_worker_meta.facts)):
@@ -246,6 +256,9 @@ class Machine(RuleBasedStateMachine):
         for id, request in self.requests.items():
             for way, life in request.lives.items():
                 for child, rank in life.owed(self.world):
+                    if way == "send" and (child, rank, id) in self.late:
+                        self.late.discard((child, rank, id))
+                        self._say(id, way, child, rank)
                     life.words.add((child, rank))
                     self._say(id, way, child, rank)
         self.step(repeat=True)
@@ -263,9 +276,39 @@ QUICK = settings(
     derandomize=True,
     suppress_health_check=list(HealthCheck),
 )
-HUNT = settings(
-    QUICK, max_examples=3000, phases=[Phase.generate], report_multiple_bugs=False, print_blob=False, database=None
-)
+#: fixed schedules: what Hypothesis draws depends on what else the test process has imported, and a rare mutant must be
+#: found every time
+WALKS = 3000
+
+
+def walk(machine: type[Machine], seed: int) -> None:
+    """One schedule. Raises AssertionError where the model is contradicted."""
+    rng = random.Random(seed)
+    world = rng.randint(1, 3)
+    one = machine()
+    one.begin(world, {child: rng.randrange(100) for child in rng.sample(range(CHILDREN), rng.randint(0, 2))})
+    ids = "ab"[: rng.randint(1, 2)]
+
+    def way() -> Direction:
+        return "send" if rng.random() < 0.5 else "recv"
+
+    def offers() -> tuple[int | None, ...]:
+        return tuple(rng.choice((None, 0, 0, BLOCK, 2 * BLOCK, BLOCK + 4)) for _ in range(CHILDREN))
+
+    actions: list[Callable[[str], None]] = [
+        one.arrive,
+        lambda id: one.admit(id, offers(), tuple(rng.random() < 0.5 for _ in range(CHILDREN)), rng.randrange(100)),
+        lambda id: one.finish(id, frozenset(rng.sample(range(CHILDREN), rng.randint(0, CHILDREN)))),
+        lambda id: one.report(id, way(), rng.randrange(100), rng.random() < 0.5),
+        lambda id: one.duplicate(id, way(), rng.randrange(100)),
+        lambda id: one.late_word(rng.randrange(100)),
+        lambda id: one.stranger(id, rng.randrange(CHILDREN), rng.randrange(100)),
+        lambda id: one.step(rng.random() < 0.3),
+    ]
+    weights = (2, 1, 2, 6, 3, 2, 1, 4)
+    for _ in range(160):
+        rng.choices(actions, weights)[0](rng.choice(ids))
+    one.teardown()
 
 
 def test_every_life_is_emitted_once_and_only_when_nobody_is_owed() -> None:
@@ -360,5 +403,16 @@ MUTANTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_the_model_catches(mutant: str) -> None:
     machine = type("Mutant", (Machine,), MUTANTS[mutant])
-    with pytest.raises(AssertionError):
-        run_state_machine_as_test(machine, settings=HUNT)
+    assert any(_contradicts(machine, seed) for seed in range(WALKS)), f"not within {WALKS} schedules"
+
+
+def test_the_schedules_that_mutants_are_hunted_with_find_nothing_without_one() -> None:
+    assert not [seed for seed in range(WALKS // 3) if _contradicts(Machine, seed)]
+
+
+def _contradicts(machine: type[Machine], seed: int) -> bool:
+    try:
+        walk(machine, seed)
+    except AssertionError:
+        return True
+    return False
