@@ -170,13 +170,19 @@ def _own(directory: Path) -> None:
 
 
 def _listen(path: Path) -> socket.socket:
+    """A listening socket at ``path``. It gets that name last: one that refuses counts as left behind (rule 4)."""
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    unnamed = path.with_suffix(".new")
     try:
-        listening.bind(str(path))
-        path.chmod(0o600)  # nobody can connect before listen
+        unnamed.unlink(missing_ok=True)
+        listening.bind(str(unnamed))
+        unnamed.chmod(0o600)  # nobody can connect before listen
         listening.listen(8)
+        unnamed.rename(path)
     except OSError:
         listening.close()
+        with contextlib.suppress(OSError):
+            unnamed.unlink(missing_ok=True)
         raise
     return listening
 
@@ -202,7 +208,14 @@ def ask(path: Path, timeout: float = LIMITS.explain) -> Report:
     got = bytearray()
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
         asking.settimeout(timeout)
-        asking.connect(str(path))
+        while True:
+            try:
+                asking.connect(str(path))
+                break
+            except BlockingIOError:  # others are before us: Linux does not let a Unix socket wait for its turn
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"others asked all the time, for {timeout:g} s; ask again later") from None
+                time.sleep(0.01)
         while True:
             asking.settimeout(max(0.01, deadline - time.monotonic()))
             part = asking.recv(1 << 16)

@@ -53,6 +53,44 @@ class TestTheSocket:
             assert stat.S_IMODE(server.path.stat().st_mode) == 0o600
             assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
+    def test_is_not_taken_for_one_left_behind_before_it_listens(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        listen = socket.socket.listen
+
+        def another_starts_first(self: socket.socket, *args: int) -> None:
+            assert find(folder) == ([], [])
+            listen(self, *args)
+
+        monkeypatch.setattr(socket.socket, "listen", another_starts_first)
+        with serving(folder) as server:
+            assert server.path is not None
+            assert ask(server.path).engine_id == "E"
+
+    def test_who_asks_while_a_whole_row_waits_gets_an_answer(self, folder: Path) -> None:
+        asked, go = threading.Event(), threading.Event()
+
+        def slow(now: float) -> list[str]:
+            asked.set()
+            go.wait(10)
+            return ["a line"]
+
+        with serving(folder, explain=slow) as server, contextlib.ExitStack() as row:
+            path = server.path
+            assert path is not None
+            for _ in range(10):  # one is answered, nine fill the row
+                one = row.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+                one.connect(str(path))
+                assert asked.wait(10)
+            full = row.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            full.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                full.connect(str(path))
+            turn = threading.Timer(0.05, go.set)
+            turn.start()
+            assert ask(path).lines == ("a line",)
+            turn.join()
+
     @pytest.mark.parametrize("how", ["open to others", "a link", "a file", "not to be made"])
     def test_a_place_that_is_not_ours_alone_is_not_used_and_said_once(
         self, folder: Path, tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture

@@ -449,6 +449,8 @@ class NixlWorker:
         try:
             self._open_transport()
         except TransportError as err:
+            if self._transport is not None:
+                self._transport.close()  # made, but without its memory: it holds threads and sockets
             self._transport, self._reopen_at = None, now + REOPEN
             log.error("rank %d: no new NIXL agent, next try in %g s: %s", self.role.rank, REOPEN, err)
         else:

@@ -228,6 +228,24 @@ def test_an_agent_that_can_not_be_made_anew_fails_loads_until_it_can(d: Side, mo
         assert refusals == []
 
 
+def test_a_new_agent_that_can_not_register_its_memory_is_destroyed_before_the_next_try(
+    d: Side, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    w = worker(d)
+    make, closed = w._make_transport, []
+
+    def without_memory() -> Any:
+        transport = make()
+        close = transport.close
+        transport.register = lambda regions: _raise(TransportError("no memory"))
+        transport.close = lambda: (closed.append(transport.name), close())
+        return transport
+
+    monkeypatch.setattr(w, "_make_transport", without_memory)
+    w._recreate("a test wants it", time.perf_counter())
+    assert w._transport is None and len(closed) == 1
+
+
 def _raise(err: Exception) -> Any:
     raise err
 
