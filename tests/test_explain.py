@@ -110,11 +110,12 @@ class TestTheSocket:
         assert "kvconn explain is off" in record.getMessage() and str(folder) in record.getMessage()
 
     def test_is_gone_after_close_and_so_is_the_thread(self, folder: Path) -> None:
+        before = set(threading.enumerate())
         with serving(folder) as server:
-            pass
+            assert [one.name for one in set(threading.enumerate()) - before] == ["kvconn-explain"]
         server.close()
         assert list(folder.iterdir()) == []
-        assert "kvconn-explain" not in [thread.name for thread in threading.enumerate()]
+        assert not set(threading.enumerate()) - before
 
     def test_of_a_process_that_is_gone_is_removed_by_whoever_comes_next(self, folder: Path) -> None:
         folder.mkdir(mode=0o700)

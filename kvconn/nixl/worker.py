@@ -70,7 +70,7 @@ REOPEN = 1.0
 
 
 class NixlWorker:
-    """One rank. ``make_transport`` is called once, and only where this rank serves or reads."""
+    """One rank. ``make_transport`` is called where this rank serves or reads, and again when its agent is made anew."""
 
     def __init__(
         self,
@@ -457,10 +457,9 @@ class NixlWorker:
             self._reopen_at, self._republish = None, self.role.serves
 
     def _overdue(self, id: str, now: float) -> None:
-        ref = self._refs.get(id)
-        peer = self._peers.get(ref.peer) if ref is not None else None
+        peer = self._peers.get(self._refs[id].peer) if id in self._refs else None
         stage = "handshake" if peer is None or peer.agent is None else "read"
-        whom = peer.name if peer is not None else "unknown peer"
+        whom = peer.name if peer is not None else "unknown"
         self._fail(id, f"peer {whom}, {stage}: not done after {self._settings.kvconn.read:g} s", now)
 
     def _drain_handshakes(self, now: float) -> None:
