@@ -75,7 +75,13 @@ class RemoteRef(msgspec.Struct, frozen=True):
 
     def __repr__(self) -> str:
         blocks = "+".join(str(len(g)) for g in self.block_ids)
-        return f"RemoteRef({self.transfer_id} of {self.engine_id}@{self.host}:{self.port} blocks={blocks})"
+        return f"RemoteRef({self.transfer_id} of {peer_name(self.peer)} blocks={blocks})"
+
+
+def peer_name(peer: tuple[str, str, int]) -> str:
+    """How logs, errors and ``explain`` call the peer of this key."""
+    engine, host, port = peer
+    return f"{engine}@{host}:{port}"
 
 
 def fresh_transfer_id() -> str:

@@ -10,7 +10,7 @@ Rules
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
 
 import torch
@@ -67,10 +67,7 @@ class Latent:
         absorbed = torch.einsum("nhd,hld->nhl", plain, weights["k_up"])  # keys stay compressed
         rotary = _rotate(rotary, positions[:, None])
         out = torch.empty(len(normed), spec.n_heads, spec.latent, dtype=torch.float64)
-        cursor = 0
-        for n, context in contexts:
-            here = slice(cursor, cursor + n)
-            cursor += n
+        for here, context in _places(contexts):
             latent, shared = context[:, 0].split_with_sizes([spec.latent, spec.rope], dim=-1)
             scores = torch.einsum("nhl,cl->nhc", absorbed[here], latent)
             scores = scores + torch.einsum("nhr,cr->nhc", rotary[here], shared)
@@ -108,10 +105,7 @@ class GroupedQuery:
         q = _rotate((normed @ weights["q"]).view(len(normed), spec.n_heads, spec.head_dim), positions[:, None])
         q = q.view(len(normed), spec.n_kv_heads, spec.n_heads // spec.n_kv_heads, spec.head_dim)
         out = torch.empty_like(q)
-        cursor = 0
-        for n, context in contexts:
-            here = slice(cursor, cursor + n)
-            cursor += n
+        for here, context in _places(contexts):
             keys, values = context.chunk(2, dim=-1)
             scores = torch.einsum("nkgd,ckd->nkgc", q[here], keys)
             weighted = _causal(scores.flatten(1, 2), positions[here], spec.head_dim).view(scores.shape)
@@ -127,6 +121,14 @@ def make_attention(spec: ModelSpec) -> Attention:
 def norm(x: torch.Tensor) -> torch.Tensor:
     """Root mean square norm over the last dimension, without weights."""
     return x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + 1e-12)
+
+
+def _places(contexts: Contexts) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Where each request's tokens stand among all, and its context."""
+    cursor = 0
+    for n, context in contexts:
+        yield slice(cursor, cursor + n), context
+        cursor += n
 
 
 def _causal(scores: torch.Tensor, positions: torch.Tensor, dim: int) -> torch.Tensor:

@@ -144,13 +144,9 @@ class EngineCore:
         """One line per id: from the connector, which knows children, else from the aggregator, which knows ranks."""
         if not ids:
             return []
-        known = self.connector.explain(now) if self.connector is not None else []
-        lines = []
-        for owed in self.aggregator.pending():
-            if (owed.direction, owed.id) in ids:
-                about = f"{owed.direction} of {owed.id} "
-                lines.append(next((line for line in known if line.startswith(about)), _missing(owed, now)))
-        return lines
+        known = self._explain(now)
+        abouts = [_about(owed) for owed in self.aggregator.pending() if (owed.direction, owed.id) in ids]
+        return [next(line for line in known if line.startswith(about)) for about in abouts]
 
     def stalls(self) -> tuple[str, ...]:
         """The stall table now: one line about every overdue id; empty when nothing is."""
@@ -160,9 +156,9 @@ class EngineCore:
         """Everything that is owed: what the connector knows, and what only the aggregator misses."""
         lines = list(self.connector.explain(now)) if self.connector is not None else []
         for owed in self.aggregator.pending():
-            about = f"{owed.direction} of {owed.id} "
-            if not any(line.startswith(about) for line in lines):
-                lines.append(_missing(owed, now))
+            if not any(line.startswith(_about(owed)) for line in lines):
+                missing = f"{_about(owed)}is incomplete: the aggregator misses ranks {','.join(map(str, owed.ranks))}"
+                lines.append(missing if owed.since is None else f"{missing} for {now - owed.since:.1f} s")
         return lines
 
     def stats(self) -> EngineStats:
@@ -199,6 +195,6 @@ class EngineCore:
         return f"EngineCore({self.config.name} {self.scheduler!r} {self.connector!r})"
 
 
-def _missing(owed: Owed, now: float) -> str:
-    about = f"{owed.direction} of {owed.id} is incomplete: the aggregator misses ranks {','.join(map(str, owed.ranks))}"
-    return about if owed.since is None else f"{about} for {now - owed.since:.1f} s"
+def _about(owed: Owed) -> str:
+    """How a line about this id begins (``ledger.Pending.describe``)."""
+    return f"{owed.direction} of {owed.id} "

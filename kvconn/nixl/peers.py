@@ -19,6 +19,7 @@ import enum
 from collections.abc import Callable
 
 from kvconn.nixl.plan import Plan
+from kvconn.params import peer_name
 
 __all__ = ["Peer", "PeerKey", "PeerState", "Peers"]
 
@@ -53,8 +54,7 @@ class Peer:
 
     @property
     def name(self) -> str:
-        engine, host, port = self.key
-        return f"{engine}@{host}:{port}"
+        return peer_name(self.key)
 
     def want(self, work: Work, now: float, waiting_max: int) -> bool:
         """Run ``work`` when the peer is ready. True: the caller must start a handshake now."""

@@ -38,6 +38,7 @@ from kvconn.params import (
     RemoteRef,
     fresh_transfer_id,
     parse_remote,
+    peer_name,
     readers_asked,
     to_params,
     wants_remote_decode,
@@ -332,10 +333,9 @@ class NixlScheduler:
         lines = [life.describe({(): "NixlConnector"}, now) for life in self.ledger.pending() if life.owed]
         for id, one in list(self._incoming.items()):
             if not one.consumed and one.ref is not None:
-                engine, host, port = one.ref.peer
                 beats = "heartbeats sent" if one.beating else "no heartbeat yet"
                 age = f"for {now - one.arrived:.1f} s"
-                lines.append(f"{id} waits to be admitted with KV at {engine}@{host}:{port}, {beats}, {age}")
+                lines.append(f"{id} waits to be admitted with KV at {peer_name(one.ref.peer)}, {beats}, {age}")
         return lines
 
     def shutdown(self) -> None:

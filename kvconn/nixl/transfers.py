@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from kvconn.params import peer_name
+
 __all__ = ["Reads", "Settled"]
 
 
@@ -39,6 +41,13 @@ class _Read:
     handles: set[int] = field(default_factory=set)
     failed: str | None = None
     failed_at: float | None = None
+
+    @property
+    def quarantine(self) -> tuple[float, str] | None:
+        """Of a failed life that is not quiet: when it failed, and why."""
+        if not self.handles or self.failed is None or self.failed_at is None:
+            return None
+        return self.failed_at, self.failed
 
 
 class Reads:
@@ -127,28 +136,24 @@ class Reads:
 
     def quarantined(self, now: float) -> list[tuple[str, float, str]]:
         """Failed lives that are not quiet: id, age of the failure in seconds, reason."""
-        return [
-            (read.id, now - read.failed_at, read.failed)
-            for read in self._open.values()
-            if read.handles and read.failed is not None and read.failed_at is not None
-        ]
+        held = ((read.id, read.quarantine) for read in self._open.values())
+        return [(id, now - since[0], since[1]) for id, since in held if since is not None]
 
     def quarantined_blocks(self) -> int:
         """Blocks of failed lives that are not quiet."""
-        return sum(read.blocks for read in self._open.values() if read.handles and read.failed is not None)
+        return sum(read.blocks for read in self._open.values() if read.quarantine is not None)
 
     def explain(self, now: float) -> list[str]:
         """One line per open life."""
         lines = []
         for read in list(self._open.values()):
-            engine, host, port = read.peer
             left = f"{read.deadline - now:.1f} s to its deadline"
-            if read.handles and read.failed is not None and read.failed_at is not None:
-                left = f"in quarantine for {now - read.failed_at:.1f} s: {read.failed}"
+            held = read.quarantine
+            if held is not None:
+                left = f"in quarantine for {now - held[0]:.1f} s: {held[1]}"
             stage = f"{len(read.handles)} reads" if read.posted else "handshake"
-            lines.append(
-                f"recv of {read.id} (life {read.n}) from {engine}@{host}:{port}: {stage}, {read.blocks} blocks, {left}"
-            )
+            whom = peer_name(read.peer)
+            lines.append(f"recv of {read.id} (life {read.n}) from {whom}: {stage}, {read.blocks} blocks, {left}")
         return lines
 
     def life(self, id: str) -> int:

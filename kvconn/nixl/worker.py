@@ -50,7 +50,7 @@ from kvconn.nixl.wire import (
     encode_heartbeats,
     parse_notification,
 )
-from kvconn.params import RemoteRef
+from kvconn.params import RemoteRef, peer_name
 from kvconn.transport.base import HandleState, MemoryRegion, Transport
 
 __all__ = ["NixlWorker"]
@@ -336,8 +336,8 @@ class NixlWorker:
             self._read_word(id, now)
         else:
             self.meter.add("stale_reads")
-            engine, host, port = self._refs[id].peer
-            self._fail(id, f"peer {engine}@{host}:{port}, fence: it let go of these blocks before they were read", now)
+            whom = peer_name(self._refs[id].peer)
+            self._fail(id, f"peer {whom}, fence: it let go of these blocks before they were read", now)
 
     def _read_word(self, id: str, now: float) -> None:
         ref = self._refs[id]

@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
@@ -27,6 +27,7 @@ from kvconn.aggregator import KVOutputAggregator
 from kvconn.base import Direction, Fact, KVConnectorOutput, TransferResults, WorkerFacts
 from kvconn.multi.policy import ClaimTable, EngineGate, MultiStep, RankGate
 from kvconn.multi.ranges import Ask, Match, choose
+from tests.multi import test_policy
 
 CHILDREN = 3
 BLOCK = 16
@@ -269,13 +270,7 @@ class Machine(RuleBasedStateMachine):
             assert not gate._sends._open and not gate._loads._open
 
 
-QUICK = settings(
-    max_examples=250,
-    stateful_step_count=40,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=list(HealthCheck),
-)
+QUICK = settings(test_policy.QUICK, max_examples=250)
 #: fixed schedules: what Hypothesis draws depends on what else the test process has imported, and a rare mutant must be
 #: found every time
 WALKS = 3000
