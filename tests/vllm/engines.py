@@ -17,7 +17,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +103,37 @@ class EngineError(RuntimeError):
     """An engine ended, or did not answer in time."""
 
 
-class Engine:
+class Process:
+    """A child process that leads a session of its own and writes a log; it is killed with all that it started."""
+
+    def __init__(self, name: str, log: Path, port: int | None) -> None:
+        self.name, self.log = name, log
+        self.port = free_port() if port is None else port
+
+    def _start(self, command: list[str], settings: Mapping[str, str], stdin: int, pass_fds: Sequence[int] = ()) -> None:
+        with self.log.open("w") as out:
+            self.process = subprocess.Popen(
+                command,
+                stdin=stdin,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env=environment(self.port, settings),
+                pass_fds=pass_fds,
+                cwd=ROOT,
+                start_new_session=True,
+            )
+
+    def said(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def tail(self, lines: int = 25) -> str:
+        return f"{self.log}:\n" + "\n".join(self.said().splitlines()[-lines:])
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name} pid={self.process.pid} exit={self.process.poll()})"
+
+
+class Engine(Process):
     """One in-process vLLM engine in a child process. Starts in the background; :meth:`ready` waits for it."""
 
     def __init__(
@@ -117,8 +147,7 @@ class Engine:
         env: Mapping[str, str] | None = None,
         **more: Any,
     ) -> None:
-        self.name, self.log = name, log
-        self.port = free_port() if port is None else port
+        super().__init__(name, log, port)
         self._tickets = itertools.count(1)
         self._answers: dict[int, Any] = {}
         self._buffer = b""
@@ -126,17 +155,7 @@ class Engine:
         read, write = os.pipe()
         command = [sys.executable, "-m", "tests.vllm.child", json.dumps(arguments(model, transfer, more))]
         settings = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "ENGINE_FD": str(write), **(env or {})}
-        with log.open("w") as out:
-            self.process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                env=environment(self.port, settings),
-                pass_fds=[write],
-                cwd=ROOT,
-                start_new_session=True,
-            )
+        self._start(command, settings, subprocess.PIPE, [write])
         os.close(write)
         self._read = read
 
@@ -185,22 +204,20 @@ class Engine:
 
     def idle(self, timeout: float = 20) -> dict[str, Any]:
         """Wait until nothing runs and nothing is held; the state then."""
-        deadline = time.monotonic() + timeout
-        while True:
-            state = self.state()
-            if not state["requests"]:
-                return state
-            if time.monotonic() > deadline:
-                raise EngineError(f"{self.name}: still holds {state}")
-            time.sleep(0.02)
+        return self._until(lambda state: not state["requests"], "something", timeout)
 
     def freed(self, request: str, timeout: float = 20) -> None:
         """Wait until request ``request`` is held no longer."""
+        mine = f"{request}-"
+        self._until(lambda s: not any(id == request or id.startswith(mine) for id in s["requests"]), request, timeout)
+
+    def _until(self, good: Callable[[dict[str, Any]], bool], what: str, timeout: float) -> dict[str, Any]:
         deadline = time.monotonic() + timeout
-        while any(id.startswith(f"{request}-") or id == request for id in self.state()["requests"]):
+        while not good(state := self.state()):
             if time.monotonic() > deadline:
-                raise EngineError(f"{self.name}: still holds {request}: {self.state()['owed']}")
+                raise EngineError(f"{self.name}: still holds {what}: {state}")
             time.sleep(0.02)
+        return state
 
     def _wait(self, ticket: int, timeout: float) -> Any:
         deadline = time.monotonic() + timeout
@@ -220,12 +237,6 @@ class Engine:
         code = self.process.wait(timeout=20)
         return EngineError(f"{self.name} ended with {code}; {self.tail()}")
 
-    def said(self) -> str:
-        return self.log.read_text(errors="replace")
-
-    def tail(self, lines: int = 25) -> str:
-        return f"{self.log}:\n" + "\n".join(self.said().splitlines()[-lines:])
-
     def close(self) -> None:
         if self.process.poll() is None:
             try:
@@ -240,11 +251,8 @@ class Engine:
             os.close(self._read)
             self._read = -1
 
-    def __repr__(self) -> str:
-        return f"Engine({self.name} pid={self.process.pid} exit={self.process.poll()})"
 
-
-class Server:
+class Server(Process):
     """``vllm serve`` with an OpenAI-compatible front end."""
 
     def __init__(
@@ -258,8 +266,8 @@ class Server:
         env: Mapping[str, str] | None = None,
         **more: Any,
     ) -> None:
-        self.name, self.log, self.http = name, log, free_port()
-        self.port = free_port() if port is None else port
+        super().__init__(name, log, port)
+        self.http = free_port()
         given = arguments(model, transfer, more)
         given.pop("disable_log_stats")
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1"]
@@ -270,16 +278,7 @@ class Server:
                 command.append(flag)
             elif value is not False:
                 command += [flag, json.dumps(value) if isinstance(value, dict) else str(value)]
-        with log.open("w") as out:
-            self.process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                env=environment(self.port, env or {}),
-                cwd=ROOT,
-                start_new_session=True,
-            )
+        self._start(command, env or {}, subprocess.DEVNULL)
 
     def ready(self, timeout: float = 180) -> Server:
         """Wait until it answers. May be called again."""
@@ -344,12 +343,6 @@ class Server:
             name = name.split("{")[0]
             out[name] = out.get(name, 0.0) + float(value)
         return out
-
-    def said(self) -> str:
-        return self.log.read_text(errors="replace")
-
-    def tail(self, lines: int = 25) -> str:
-        return f"{self.log}:\n" + "\n".join(self.said().splitlines()[-lines:])
 
     def close(self) -> None:
         if self.process.poll() is None:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support import free_port
+from tests.vllm.pcp import environment as triton_backend
 
 ROOT = Path(__file__).resolve().parents[2]
 ENGINE = Path(__file__).with_name("engine.py")
@@ -46,40 +47,6 @@ ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "TRITON_INTERPRET": "1", "VLLM_LOGGING_LEVEL": "WARNING",
 }  # fmt: skip
-
-#: a Triton backend that is there, and does nothing: kernels run in the interpreter.
-TRITON = """
-import torch
-from triton.backends.compiler import BaseBackend, GPUTarget
-from triton.backends.driver import DriverBase
-
-
-class Compiler(BaseBackend):
-    supports_target = staticmethod(lambda target: target.backend == "cpu")
-    hash = lambda self: "interpreter"
-    parse_options = lambda self, options: options
-    load_dialects = lambda self, context: None
-    get_module_map = lambda self: {}
-
-    def add_stages(self, *args):
-        raise NotImplementedError("only the interpreter works here")
-
-
-class Driver(DriverBase):
-    is_active = classmethod(lambda cls: True)
-    get_current_target = lambda self: GPUTarget("cpu", 0, 1)
-    get_active_torch_device = lambda self: torch.device("cpu")
-    get_device_interface = lambda self: torch.cpu
-    map_python_to_cpp_type = lambda self, kind: "void*"
-    get_current_device = get_current_stream = lambda self, *args: 0
-    set_current_device = clear_cache = lambda self, *args: None
-    get_empty_cache_for_benchmark = get_benchmarker = lambda self, *args: None
-
-    class utils:
-        @staticmethod
-        def get_device_properties(device):
-            return {"max_shared_mem": 1 << 20, "multiprocessor_count": 1, "max_num_regs": 65536, "warpSize": 1}
-"""
 
 #: a sibling for MultiConnector: holds each finished request for some steps, reports on every rank.
 HOLDER = """
@@ -126,16 +93,10 @@ class Holder(base.KVConnectorBase_V1, base.SupportsHMA):
 
 
 def lay_out(home: Path) -> None:
-    """Put into ``home``: the model, the Triton backend, the sibling, and the hotfix's entry point as pip would."""
+    """Put into ``home``: model, sibling, hotfix entry point as pip would, and a Triton backend (tests.vllm.pcp)."""
     files = {
         "model/config.json": json.dumps(MODEL),
         "path/holder.py": HOLDER,
-        "path/idle_triton.py": TRITON,
-        "path/idle_triton_backend/__init__.py": "",
-        "path/idle_triton_backend/compiler.py": "from idle_triton import Compiler\n",
-        "path/idle_triton_backend/driver.py": "from idle_triton import Driver\n",
-        "path/idle_triton-0.dist-info/METADATA": "Metadata-Version: 2.1\nName: idle-triton\nVersion: 0\n",
-        "path/idle_triton-0.dist-info/entry_points.txt": "[triton.backends]\ncpu = idle_triton_backend\n",
         "path/kvconn-0.dist-info/METADATA": "Metadata-Version: 2.1\nName: kvconn\nVersion: 0\n",
         "path/kvconn-0.dist-info/entry_points.txt": (
             "[vllm.general_plugins]\nkvconn_hotfix = kvconn.vllm.hotfix:install\n"
@@ -145,6 +106,7 @@ def lay_out(home: Path) -> None:
         path = home / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
+    triton_backend(home / "path", ROOT)
 
 
 class Engine:
