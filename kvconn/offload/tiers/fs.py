@@ -9,7 +9,7 @@ Rules
    wrote, and the files longest unused are removed down to fifteen sixteenths; a second engine may add its own
    sixteenth to the bound. Uses are the files' modification times.
 5. ``root_dir`` itself is never made: a disk that is not mounted must not fill the one below.
-6. I/O is a NIXL-free pread and pwrite through Python's own calls (docs/offloading.md has the reason).
+6. Plain system calls, not NIXL's POSIX backend: docs/offloading.md, "Files", has the reason.
 """
 
 from __future__ import annotations
