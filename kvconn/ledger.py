@@ -63,6 +63,8 @@ class Closed(msgspec.Struct, frozen=True):
     direction: Direction
     n: int
     failed: bool
+    #: the first reason a rank gave
+    why: str = ""
 
 
 @dataclass
@@ -74,6 +76,7 @@ class _Life:
     allow_missing: dict[Child, int]
     since: float | None
     failed: bool = False
+    why: str = ""
     failed_by: set[tuple[Child, int]] = field(default_factory=set)
     seen: bool = False
 
@@ -132,6 +135,7 @@ class CompletionLedger:
             if (fact.child, fact.rank) in life.failed_by:
                 return self._absorb(Outcome.DUPLICATE)
             life.failed = True
+            life.why = life.why or fact.why
             life.failed_by.add((fact.child, fact.rank))
             return Outcome.ADDED
         if state == "done" and (fact.child, fact.rank) in life.failed_by:
@@ -168,12 +172,12 @@ class CompletionLedger:
         if life is None or not life.complete or (require_seen and not life.seen):
             return None
         del self._open[(id, direction)]
-        return Closed(id, direction, life.n, life.failed)
+        return Closed(id, direction, life.n, life.failed, life.why)
 
     def close(self, id: str, direction: Direction) -> Closed | None:
         """Close the pair's life whatever it is owed (the engine threw its blocks away itself)."""
         life = self._open.pop((id, direction), None)
-        return None if life is None else Closed(id, direction, life.n, life.failed)
+        return None if life is None else Closed(id, direction, life.n, life.failed, life.why)
 
     def pending(self) -> list[Pending]:
         """Open lives, oldest first."""
@@ -201,12 +205,15 @@ class Emit(msgspec.Struct, frozen=True):
     sent: frozenset[str] = frozenset()
     received: frozenset[str] = frozenset()
     failed: frozenset[str] = frozenset()
+    #: of ``failed``, where a rank said it
+    why: dict[str, str] = {}
 
     def replace_sets(self, output: KVConnectorOutput) -> None:
         """Put these in place of the engine's sets. New ones, never mutated: one-process executors share them."""
         output.finished_sending = set(self.sent)
         output.finished_recving = set(self.received)
         output.failed_recving = set(self.failed)
+        output.failure_reasons = dict(self.why)
 
 
 Reports = Callable[[Iterable[str], Iterable[str], Iterable[str], Iterable[Fact]], Emit]
@@ -241,15 +248,21 @@ class CompletionGate:
             self.ledger.report(fact)
             named[fact.id, fact.direction] = None
         out_sent, _ = self._filter("send", sent, named)
-        out_recv, out_failed = self._filter("recv", received, named)
+        out_recv, why = self._filter("recv", received, named)
         siblings_failed = {id for id in failed if (id, "recv") not in named and id in out_recv}
-        return Emit(frozenset(out_sent), frozenset(out_recv), frozenset(out_failed | siblings_failed))
+        return Emit(
+            frozenset(out_sent),
+            frozenset(out_recv),
+            frozenset(why) | siblings_failed,
+            {id: reason for id, reason in why.items() if reason},
+        )
 
     def _filter(
         self, direction: Direction, seen: Iterable[str], named: Mapping[tuple[str, Direction], None]
-    ) -> tuple[set[str], set[str]]:
+    ) -> tuple[set[str], dict[str, str]]:
+        """Ids to emit, and of those the failed ones with their reasons."""
         emitted: set[str] = set()
-        failed: set[str] = set()
+        failed: dict[str, str] = {}
         candidates = [id for id, d in named if d == direction]
         for id in seen:
             if self.ledger.mark_seen(id, direction):
@@ -264,7 +277,7 @@ class CompletionGate:
             if closed is not None and self.ledger.get(id, other) is None:
                 emitted.add(id)
                 if closed.failed:
-                    failed.add(id)
+                    failed[id] = closed.why
         return emitted, failed
 
 

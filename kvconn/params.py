@@ -10,6 +10,7 @@ Rules
 from __future__ import annotations
 
 import math
+import re
 import secrets
 import string
 from collections.abc import Mapping, Sequence
@@ -36,6 +37,7 @@ MAX_GROUPS = 64
 MAX_STRING = 512
 MAX_TOKENS = 1 << 27
 MAX_SIZE = 4096
+_WORD = re.compile(r"[0-9a-f]{16}")
 _BASE62 = string.digits + string.ascii_letters
 
 
@@ -135,6 +137,8 @@ def to_params(ref: RemoteRef) -> dict[str, Any]:
     }
     if ref.kvconn is not None:
         params["kvconn"] = msgspec.to_builtins(ref.kvconn)
+        if ref.kvconn.word is not None:  # as text: routers that read JSON numbers as doubles would round it
+            params["kvconn"]["word"] = f"{ref.kvconn.word:016x}"
     return params
 
 
@@ -190,14 +194,17 @@ def readers_asked(params: Mapping[str, Any] | None) -> int:
 def _kvconn(value: object) -> KvconnRef | None:
     if value is None:
         return None
+    if isinstance(value, Mapping) and value.get("word") is not None:
+        word = value["word"]
+        if not isinstance(word, str) or not _WORD.fullmatch(word):
+            raise RequestError("kv_transfer_params.kvconn.word", "16 hexadecimal digits", word)
+        value = {**value, "word": int(word, 16)}
     try:
         ref = msgspec.convert(value, KvconnRef, strict=True)
     except (msgspec.ValidationError, UnicodeError) as err:  # JSON may hold lone surrogates
         raise RequestError("kv_transfer_params.kvconn", str(err), value) from None
     if ref.seal is not None and not ref.seal.isascii():
         raise RequestError("kv_transfer_params.kvconn.seal", "hexadecimal digits", ref.seal)
-    if ref.word is not None and ref.word >= 1 << 64:
-        raise RequestError("kv_transfer_params.kvconn.word", "a 64-bit word", ref.word)
     if ref.deadline is not None and not math.isfinite(ref.deadline):
         raise RequestError("kv_transfer_params.kvconn.deadline", "a finite number of seconds", ref.deadline)
     return ref

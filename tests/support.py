@@ -141,6 +141,7 @@ class Side:
         self.sent: list[str] = []
         self.received: list[str] = []
         self.failed: list[str] = []
+        self.reasons: dict[str, str] = {}
 
     def step(self, finished: tuple[str, ...] = (), requests: tuple[StepRequest, ...] = ()) -> KVConnectorOutput:
         """One empty step of the engine: metadata out, every rank polled, the answer aggregated and filtered."""
@@ -186,6 +187,7 @@ class Side:
         self.sent += sorted(part.finished_sending or ())
         self.received += sorted(part.finished_recving or ())
         self.failed += sorted(part.failed_recving or ())
+        self.reasons |= part.failure_reasons
         return part
 
     def prefill(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvconn.base import LayerView
 from kvconn.config import ParallelConfig
 from kvconn.errors import ConfigError
-from kvconn.geometry import RankRole, Region, blocks_for, coordinates, is_replicated, regions_of
+from kvconn.geometry import HeadShare, RankRole, Region, blocks_for, coordinates, is_replicated, regions_of
 
 FUZZ = settings(derandomize=True, database=None, deadline=None, max_examples=200)
 SIZES = [(1, 1, 1), (1, 1, 8), (2, 1, 4), (2, 3, 2), (4, 2, 1)]
@@ -125,3 +125,23 @@ class TestRegions:
 @pytest.mark.parametrize(("tokens", "blocks"), [(0, 0), (1, 1), (15, 1), (16, 1), (17, 2), (160, 10)])
 def test_blocks_hold_tokens_rounded_up(tokens: int, blocks: int) -> None:
     assert blocks_for(tokens, 16) == blocks
+
+
+class TestHeadShares:
+    @pytest.mark.parametrize(("heads", "tp"), [(8, 1), (8, 4), (8, 8), (1, 16), (2, 4), (4, 16)])
+    def test_every_head_lies_on_equally_many_ranks_and_copies_are_neighbours(self, heads: int, tp: int) -> None:
+        shares = [HeadShare.of(heads, tp, rank) for rank in range(tp)]
+        held = [h for s in shares if s is not None for h in range(s.first, s.first + s.count)]
+        copies = max(1, tp // heads)
+        assert held == [h for h in range(heads) for _ in range(copies)]
+        assert [(s.copy, s.copies) for s in shares if s is not None] == [(r % copies, copies) for r in range(tp)]
+
+    @pytest.mark.parametrize(("heads", "tp"), [(6, 4), (4, 6), (3, 2)])
+    def test_heads_and_ranks_that_do_not_divide_have_no_shares(self, heads: int, tp: int) -> None:
+        assert HeadShare.of(heads, tp, 0) is None
+
+
+def test_a_part_of_a_region_is_the_same_bytes_of_every_block() -> None:
+    region = Region("a", 1000, 64, 48, 4, 1)
+    assert region.part(16, 8) == Region("a", 1016, 64, 8, 4, 1)
+    assert region.part(0, 48) is region

@@ -35,6 +35,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "config": frozenset({"errors"}),
     "base": frozenset({"errors", "metrics", "config"}),
     "factory": BASE,
+    "explain": BASE,
     "ledger": BASE,
     "geometry": BASE,
     "params": BASE,
@@ -43,9 +44,10 @@ ALLOWED: dict[str, frozenset[str]] = {
     "nixl": BASE | PARTS,
     "offload": BASE | PARTS,
     "multi": BASE | PARTS | {"factory"},  # its children are named by strings
-    "engine": BASE | PARTS | {"factory", "aggregator"},  # its connectors too
-    "vllm": BASE | PARTS | CONNECTORS | {"factory", "aggregator"},
-    "cli": BASE | PARTS | CONNECTORS | {"", "factory", "aggregator", "engine", "vllm"},
+    "engine": BASE | PARTS | {"factory", "aggregator", "explain"},  # its connectors too
+    "vllm": BASE | PARTS | CONNECTORS | {"factory", "aggregator", "explain"},
+    "doctor": BASE | PARTS | {"", "factory"},  # asks children about the rest
+    "cli": BASE | PARTS | CONNECTORS | {"", "factory", "aggregator", "engine", "doctor", "explain", "vllm"},
     "data": BASE | {"engine"},  # the script that made the shipped trace
     "testing": BASE | PARTS | CONNECTORS | {"factory", "aggregator", "engine", "vllm"},
     "": BASE | PARTS | CONNECTORS | {"factory", "aggregator"},  # for type checkers; at run time names are fetched late

@@ -1,7 +1,8 @@
 """The commands. Only :mod:`kvconn.cli.main` imports this module, after it has seen that typer and rich are there.
 
 Rules
-1. A command turns options into :class:`~kvconn.cli.job.Settings`, runs the job, prints, exits with the verdict's code.
+1. A command turns options into :class:`~kvconn.cli.job.Settings` (doctor: :class:`~kvconn.doctor.run.Options`), runs
+   the job, prints, exits with the verdict's or the report's code.
 2. A ConfigError is usage (2), a dead engine is wrong (1), Ctrl-C and SIGTERM shut the engines down first (130).
 3. Whatever imports torch is imported inside the command.
 """
@@ -36,6 +37,10 @@ app = typer.Typer(
 Requests = Annotated[int | None, typer.Option(help="Requests to replay; at least as many as --concurrency. [48]")]
 Concurrency = Annotated[int, typer.Option(help="Requests in flight.")]
 ModeOption = Annotated[Literal["transformer", "content-addressed"], typer.Option(help="What the engines compute.")]
+KvOption = Annotated[
+    Literal["latent", "gqa"],
+    typer.Option(help="What a token keeps: one latent row (MLA), or keys and values per head."),
+]
 ContractOption = Annotated[
     Literal["world", "hidden-ranks"],
     typer.Option(help="hidden-ranks: P's ranks > 0 stay silent, as before the fix; the stall must be named (exit 3)."),
@@ -69,6 +74,7 @@ def demo(
     requests: Requests = None,
     concurrency: Concurrency = 16,
     mode: ModeOption = "transformer",
+    kv: KvOption = "latent",
     contract: ContractOption = "world",
     pcp: Pcp = 8,
     ucx_tls: UcxTls = None,
@@ -82,6 +88,7 @@ def demo(
         requests=requests,
         concurrency=concurrency,
         mode=mode,
+        kv=kv,
         contract=contract,
         pcp=pcp,
         ucx_tls=ucx_tls,
@@ -97,6 +104,7 @@ def replay(
     requests: Requests = None,
     concurrency: Concurrency = 16,
     mode: ModeOption = "transformer",
+    kv: KvOption = "latent",
     contract: ContractOption = "world",
     pcp: Pcp = 8,
     ucx_tls: UcxTls = None,
@@ -112,12 +120,83 @@ def replay(
         requests=requests,
         concurrency=concurrency,
         mode=mode,
+        kv=kv,
         contract=contract,
         pcp=pcp,
         ucx_tls=ucx_tls,
         stall_after=stall_after,
         seed=seed,
     )
+
+
+@app.command()
+def explain(
+    pid: Annotated[int | None, typer.Option(help="Only the engines that this process is part of.")] = None,
+    directory: Annotated[
+        Path | None, typer.Option("--run-dir", help="Where engines keep their sockets. [KVCONN_RUN_DIR]")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """What running engines wait for: requests, who owes what since when, leases, quarantine."""
+    from kvconn.cli import explain as explaining
+
+    reports, problems = explaining.explain(pid, directory)
+    console = _Console()
+    if as_json:
+        _write(console, explaining.to_json(reports, problems))
+    else:
+        explaining.print_reports(console, reports)
+        errors = _Console(stderr=True)
+        for problem in problems:
+            _complain(errors, problem)
+    sys.exit(WRONG if problems else 0)
+
+
+@app.command()
+def doctor(
+    host: Annotated[str | None, typer.Option(help="Side channel host. [VLLM_NIXL_SIDE_CHANNEL_HOST]")] = None,
+    port: Annotated[
+        int | None, typer.Option(min=1, max=65535, help="Side channel base port. [VLLM_NIXL_SIDE_CHANNEL_PORT]")
+    ] = None,
+    replicas: Annotated[int, typer.Option(min=1, max=64, help="Data-parallel replicas; each has the next port.")] = 1,
+    remote: Annotated[bool, typer.Option("--remote", help="P and D will be on two hosts.")] = False,
+    kv_transfer_config: Annotated[
+        str | None, typer.Option(metavar="FILE|JSON", help="Check this configuration too.")
+    ] = None,
+    directory: Annotated[Path | None, typer.Option("--dir", help="Check this directory for a disk tier too.")] = None,
+    measure: Annotated[bool, typer.Option(help="Measure reads between two processes.")] = True,
+    as_json: Json = False,
+) -> None:
+    """Look at this machine before engines start: what would break, what would be slow, what to set."""
+    from kvconn.cli.examine import print_findings, to_json, transfer_config
+    from kvconn.doctor.run import Options, examine
+
+    errors, console = _Console(stderr=True), _Console()
+    try:
+        config = transfer_config(kv_transfer_config)
+        options = Options(
+            host=host,
+            port=port,
+            replicas=replicas,
+            remote=remote,
+            config=config,
+            directory=directory,
+            measure=measure,
+        )
+        with _interruptible(), errors.status("looking") as status:
+            report = examine(options, lambda what: status.update(f"looking at: {what}"))
+    except ConfigError as err:
+        for problem in err.problems:
+            _complain(errors, problem)
+        sys.exit(USAGE)
+    except KeyboardInterrupt:
+        _complain(errors, "interrupted")
+        sys.exit(INTERRUPTED)
+    if as_json:
+        _write(console, to_json(report))
+    else:
+        print_findings(console, report)
+    sys.exit(report.code)
 
 
 def _finish(as_json: bool, **options: Any) -> NoReturn:
@@ -144,14 +223,19 @@ def _finish(as_json: bool, **options: Any) -> NoReturn:
     console = _Console()
     if as_json:
         told = {"code": verdict.code, "verdict": verdict.lines, "report": report}
-        try:
-            sys.stdout.write(msgspec.json.encode(told).decode() + "\n")
-            sys.stdout.flush()
-        except BrokenPipeError:
-            console.on_broken_pipe()
+        _write(console, msgspec.json.encode(told).decode())
     else:
         print_report(console, report, verdict)
     sys.exit(verdict.code)
+
+
+def _write(console: _Console, text: str) -> None:
+    """One line to stdout as it is."""
+    try:
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()
+    except BrokenPipeError:
+        console.on_broken_pipe()
 
 
 class _Console(Console):

@@ -41,6 +41,7 @@ from kvconn.errors import ConfigError, EngineDeadError
 __all__ = ["Plan", "Settings", "plan", "run", "shipped_trace"]
 
 Mode = Literal["transformer", "content-addressed"]
+Kv = Literal["latent", "gqa"]
 BLOCK_SIZE = 16
 GIB = 1 << 30
 REQUESTS = 48
@@ -58,6 +59,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     requests: int | None = None
     concurrency: int = 16
     mode: Mode = "transformer"
+    kv: Kv = "latent"
     contract: Contract = "world"
     pcp: int = 8
     ucx_tls: str | None = None
@@ -92,7 +94,7 @@ class Watcher(Protocol):
 def plan(settings: Settings) -> Plan:
     """The replay these settings ask for. Raises ConfigError."""
     _check(settings)
-    model = ModelSpec(mode=settings.mode, seed=settings.seed)
+    model = ModelSpec(mode=settings.mode, kv=settings.kv, seed=settings.seed)
     requests = _requests(settings, model)
     stall_after = settings.stall_after if settings.stall_after is not None else STALL_AFTER[settings.contract]
     in_flight = settings.concurrency

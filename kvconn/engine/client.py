@@ -22,6 +22,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+from kvconn.config import LIMITS
 from kvconn.engine.config import EngineConfig, check
 from kvconn.engine.core import EngineCore, EngineStats
 from kvconn.engine.request import EngineRequest, Finished, FirstToken
@@ -32,7 +33,6 @@ __all__ = ["EngineProcess", "EngineRequest", "EngineStats", "Finished", "FirstTo
 
 _EMPTY_STEP_PAUSE = 1e-3
 _STATS_EVERY = 0.1
-_END = 20.0
 
 
 class EngineProcess:
@@ -130,7 +130,7 @@ class EngineProcess:
             return
         with contextlib.suppress(OSError):
             self._pipe.send(("stop", None))
-        self._process.join(_END)
+        self._process.join(LIMITS.end_engine)
         if self._process.is_alive():
             self._process.kill()  # its workers die with it
             self._process.join()

@@ -27,12 +27,16 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     mode: Literal["transformer", "content-addressed"] = "transformer"
+    #: what a token keeps: one latent row (MLA), or a key and a value per KV head (GQA)
+    kv: Literal["latent", "gqa"] = "latent"
     seed: int = 0
     n_layers: int = 4
     d_model: int = 64
     n_heads: int = 4
     head_dim: int = 16
-    #: latent row per token: compressed K and V, then the shared positional part
+    #: of ``kv='gqa'``; divides n_heads
+    n_kv_heads: int = 2
+    #: of ``kv='latent'``: compressed K and V, then the shared positional part
     latent: int = 48
     rope: int = 16
     d_ff: int = 128
@@ -41,9 +45,19 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     margin_floor: float = 1e-6
 
     @property
+    def cache_heads(self) -> int:
+        """KV heads in the cache of one layer."""
+        return 1 if self.kv == "latent" else self.n_kv_heads
+
+    @property
+    def channels(self) -> int:
+        """Elements that one head keeps of one token."""
+        return self.latent + self.rope if self.kv == "latent" else 2 * self.head_dim
+
+    @property
     def row(self) -> int:
         """Elements of one token's KV in one layer."""
-        return self.latent + self.rope
+        return self.cache_heads * self.channels
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,6 +104,9 @@ def check(config: EngineConfig) -> KVTransferConfig | None:
         for name, size in (("tp", parallel.tp), ("pp", parallel.pp), ("dcp", parallel.dcp))
         if size != 1
     ]
+    model = config.model
+    if model.kv == "gqa" and (model.n_kv_heads < 1 or model.n_heads % model.n_kv_heads):
+        problems.append(f"model.n_kv_heads: expected a divisor of n_heads {model.n_heads}, got {model.n_kv_heads}")
     transfer: KVTransferConfig | None = None
     if config.kv_transfer_config is not None:
         try:
@@ -133,11 +150,11 @@ def model_view(config: EngineConfig) -> ModelView:
     """The model, as connectors are told it."""
     model = config.model
     return ModelView(
-        name=f"kvconn-reference-{model.mode}-{model.seed}",
+        name=f"kvconn-reference-{model.mode}-{model.kv}-{model.seed}",
         dtype="float64",
         num_layers=model.n_layers,
-        num_kv_heads=1,
-        head_size=model.row,
+        num_kv_heads=model.cache_heads,
+        head_size=model.channels,
         block_size=config.block_size,
-        packing="latent",
+        packing="latent" if model.kv == "latent" else "kv",
     )

@@ -1,8 +1,8 @@
 """Content-addressed mode: KV is a hash of what it must be, tokens are a hash of the KV that is read.
 
 Rules
-1. A row of the cache is drawn from a hash of (all tokens up to its own, layer): any other prefix, layer or position
-   gives other bytes.
+1. A head's row of the cache is drawn from a hash of (all tokens up to its own, layer, head): any other prefix,
+   position, layer or head gives other bytes.
 2. The next token is a hash of every byte of the request's context as it lies in the cache, each weighted by its place:
    a wrong, stale or torn block changes it. Text alone can't show that, because a model forgives.
 Arithmetic is modulo 2**64; rows are stored bit for bit in the float64 cache.
@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 
 from kvconn.engine.config import EngineConfig
-from kvconn.engine.model import LayerHook, page_aligned
+from kvconn.engine.model import LayerHook, empty_caches
 from kvconn.engine.scheduler import Scheduled
 
 __all__ = ["ContentAddressed", "prefix_hashes"]
@@ -52,11 +52,10 @@ class ContentAddressed:
         self._spec = config.model
         self._size = config.block_size
         self.min_margin = math.inf
-        self.caches = [
-            page_aligned(config.num_blocks, config.block_size, self._spec.row) for _ in range(self._spec.n_layers)
-        ]
+        self.caches = empty_caches(config)
         self._bytes: list[U64] = [cache.view(torch.int64).numpy().view(np.uint64) for cache in self.caches]
-        self._columns = np.arange(1, self._spec.row + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
+        self._columns = np.arange(1, self._spec.channels + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
+        self._heads = _mix(np.arange(self._spec.cache_heads, dtype=np.uint64))
         #: request id -> hashes of all its token prefixes so far
         self._prefixes: dict[str, list[int]] = {}
 
@@ -67,9 +66,9 @@ class ContentAddressed:
         for layer in range(self._spec.n_layers):
             before(layer)
             for s in batch:
-                slots = [s.blocks[p // self._size] * self._size + p % self._size for p in range(s.start, s.start + s.n)]
-                rows = self._rows(self._prefixes[s.id][s.start : s.start + s.n], layer)
-                self._bytes[layer].reshape(-1, self._spec.row)[slots] = rows
+                places = range(s.start, s.start + s.n)
+                blocks, rows = [s.blocks[p // self._size] for p in places], [p % self._size for p in places]
+                self._bytes[layer][blocks, :, rows] = self._rows(self._prefixes[s.id][s.start : s.start + s.n], layer)
             after(layer)
         return {s.id: self._read(s) for s in batch if s.sample}
 
@@ -84,12 +83,14 @@ class ContentAddressed:
         self._prefixes[s.id] = known + prefix_hashes(fresh, known[-1] if known else _GOLDEN)
 
     def _rows(self, prefixes: Sequence[int], layer: int) -> U64:
+        """``[tokens, heads, channels]``."""
         seeds = np.array(prefixes, dtype=np.uint64) ^ np.uint64((layer + 1) * 0xA24BAED4963EE407 & _MASK)
-        return _mix(_mix(seeds)[:, None] + self._columns)
+        return _mix(_mix(seeds[:, None] + self._heads)[..., None] + self._columns)
 
     def _context(self, s: Scheduled, layer: int, n_tokens: int) -> U64:
         blocks = list(s.blocks[: -(-n_tokens // self._size)])
-        context: U64 = self._bytes[layer][blocks].reshape(-1, self._spec.row)[:n_tokens]
+        heads, channels = self._spec.cache_heads, self._spec.channels
+        context: U64 = self._bytes[layer][blocks].swapaxes(1, 2).reshape(-1, heads, channels)[:n_tokens]
         return context
 
     def _read(self, s: Scheduled) -> int:
@@ -106,7 +107,7 @@ class ContentAddressed:
         """(layer, block id, position) of the first row of ``s``'s context that is not what ``tokens`` say, or None."""
         expected = prefix_hashes(tokens)
         for layer in range(self._spec.n_layers):
-            bad = np.flatnonzero((self._context(s, layer, len(tokens)) != self._rows(expected, layer)).any(axis=1))
+            bad = np.flatnonzero((self._context(s, layer, len(tokens)) != self._rows(expected, layer)).any(axis=(1, 2)))
             if bad.size:
                 position = int(bad[0])
                 return layer, s.blocks[position // self._size], position

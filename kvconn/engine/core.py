@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from kvconn.aggregator import KVOutputAggregator
+from kvconn.aggregator import KVOutputAggregator, Owed
 from kvconn.base import ConnectorRole, Direction, KVConnector
 from kvconn.config import fresh_engine_id
 from kvconn.engine.config import EngineConfig, check, kv_cache_view
@@ -25,6 +25,7 @@ from kvconn.engine.request import EngineRequest, Finished, FirstToken
 from kvconn.engine.scheduler import Scheduler
 from kvconn.engine.worker import connector_config
 from kvconn.errors import ContractError
+from kvconn.explain import ExplainServer
 from kvconn.factory import get_connector_class
 from kvconn.metrics import Stats
 
@@ -61,6 +62,7 @@ class EngineCore:
         engine_id = fresh_engine_id(transfer) if transfer is not None else config.name
         self.executor = Executor(config, transfer, engine_id)
         self.connector: KVConnector | None = None
+        self._explains: ExplainServer | None = None
         self.aggregator = KVOutputAggregator(config.parallel.world)
         self._totals = Stats()
         self._steps = 0
@@ -76,6 +78,8 @@ class EngineCore:
                 self._shake_hands()
             policy = transfer.kv_load_failure_policy if transfer is not None else "fail"
             self.scheduler = Scheduler(config, self.connector, self._expect, policy)
+            if self.connector is not None:
+                self._explains = ExplainServer(self._explain, self.__repr__, engine_id, "scheduler", clock=clock)
         except BaseException:
             self.close()
             raise
@@ -145,15 +149,21 @@ class EngineCore:
         for owed in self.aggregator.pending():
             if (owed.direction, owed.id) in ids:
                 about = f"{owed.direction} of {owed.id} "
-                missing = f"{about}: the aggregator misses ranks {','.join(map(str, owed.ranks))}"
-                if owed.since is not None:
-                    missing += f" for {now - owed.since:.1f} s"
-                lines.append(next((line for line in known if line.startswith(about)), missing))
+                lines.append(next((line for line in known if line.startswith(about)), _missing(owed, now)))
         return lines
 
     def stalls(self) -> tuple[str, ...]:
         """The stall table now: one line about every overdue id; empty when nothing is."""
         return tuple(self._lines(self._named, self._clock()))
+
+    def _explain(self, now: float) -> list[str]:
+        """Everything that is owed: what the connector knows, and what only the aggregator misses."""
+        lines = list(self.connector.explain(now)) if self.connector is not None else []
+        for owed in self.aggregator.pending():
+            about = f"{owed.direction} of {owed.id} "
+            if not any(line.startswith(about) for line in lines):
+                lines.append(_missing(owed, now))
+        return lines
 
     def stats(self) -> EngineStats:
         scheduler = self.scheduler
@@ -179,6 +189,16 @@ class EngineCore:
 
     def close(self) -> None:
         """Workers first, then the scheduler half. Idempotent."""
+        if self._explains is not None:
+            self._explains.close()
         self.executor.close()
         if self.connector is not None:
             self.connector.shutdown()
+
+    def __repr__(self) -> str:
+        return f"EngineCore({self.config.name} {self.scheduler!r} {self.connector!r})"
+
+
+def _missing(owed: Owed, now: float) -> str:
+    about = f"{owed.direction} of {owed.id} is incomplete: the aggregator misses ranks {','.join(map(str, owed.ranks))}"
+    return about if owed.since is None else f"{about} for {now - owed.since:.1f} s"

@@ -21,15 +21,13 @@ from typing import Any
 import msgspec
 
 from kvconn.base import ConnectorMetadata
-from kvconn.config import KVTransferConfig
+from kvconn.config import LIMITS, KVTransferConfig
 from kvconn.engine.config import EngineConfig
 from kvconn.engine.scheduler import Step
 from kvconn.engine.worker import WorkerOutput, worker_main
 from kvconn.errors import ConfigError, EngineDeadError
 
 __all__ = ["Executor"]
-
-_END = 10.0
 
 
 class Executor:
@@ -102,7 +100,7 @@ class Executor:
         try:
             fine, value = self._pipes[rank].recv()
         except (EOFError, ConnectionResetError):
-            self._processes[rank].join(_END)
+            self._processes[rank].join(LIMITS.end_worker)
             raise self._dead(rank, f"ended with {self._processes[rank].exitcode} during {what!r}") from None
         if fine:
             return value
@@ -118,7 +116,7 @@ class Executor:
         for pipe in self._pipes:
             with contextlib.suppress(OSError):
                 pipe.send(("stop", ()))
-        deadline = time.monotonic() + _END
+        deadline = time.monotonic() + LIMITS.end_worker
         for process in self._processes:
             process.join(max(0.0, deadline - time.monotonic()))
             if process.is_alive():

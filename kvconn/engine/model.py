@@ -1,11 +1,10 @@
-"""A small decoder-only transformer with paged latent KV, in float64, weights from a seed.
+"""A small decoder-only transformer with paged KV, latent or grouped-query, in float64, weights from a seed.
 
 Rules
 1. Every process with the same :class:`~kvconn.engine.config.ModelSpec` has the same weights.
 2. Greedy. The smallest difference between the two best logits is kept: above ``margin_floor`` equal tokens mean equal
    KV up to rounding, whatever the topology.
-3. A layer's cache is one tensor ``[num_blocks, block_size, row]``: per token a compressed latent, from which keys and
-   values are expanded, and a rotary part shared by all heads (as in multi-head latent attention).
+3. A layer's cache is one tensor ``[num_blocks, kv heads, block_size, channels]`` (:mod:`kvconn.engine.attention`).
 4. Under replicated PCP each rank computes its part of the prefill tokens, the rows are gathered, and every rank's cache
    ends up with the same bytes. So decode tokens are computed apart from prefill tokens, of which ranks have different
    numbers: a matrix product's rounding depends on its shape.
@@ -14,16 +13,17 @@ Rules
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
+from kvconn.engine.attention import make_attention, norm
 from kvconn.engine.config import EngineConfig
 from kvconn.engine.scheduler import Scheduled
 
-__all__ = ["Model", "Ranks", "Transformer", "split"]
+__all__ = ["Model", "Ranks", "Transformer", "empty_caches", "split"]
 
 LayerHook = Callable[[int], None]
 _PAGE = 4096
@@ -62,6 +62,13 @@ def page_aligned(*shape: int) -> torch.Tensor:
     return raw[start : start + length].view(torch.float64).view(shape)
 
 
+def empty_caches(config: EngineConfig) -> list[torch.Tensor]:
+    """One rank's pool, a tensor per layer."""
+    model = config.model
+    shape = config.num_blocks, model.cache_heads, config.block_size, model.channels
+    return [page_aligned(*shape) for _ in range(model.n_layers)]
+
+
 class _Part:
     """Tokens of one request that this rank computes: positions, and their rows in the flat batch."""
 
@@ -95,9 +102,8 @@ class Transformer:
         self._size = config.block_size
         self._ranks = ranks
         self.min_margin = math.inf
-        self.caches = [
-            page_aligned(config.num_blocks, config.block_size, self._spec.row) for _ in range(self._spec.n_layers)
-        ]
+        self.caches = empty_caches(config)
+        self._attention = make_attention(config.model)
         self._init_weights()
 
     def _init_weights(self) -> None:
@@ -108,18 +114,10 @@ class Transformer:
             fan_in = shape[-2] if len(shape) > 1 else shape[-1]
             return torch.randn(*shape, generator=generator, dtype=torch.float64) / math.sqrt(fan_in)
 
-        heads, dim = spec.n_heads, spec.head_dim
         self._embed = torch.randn(spec.vocab_size, spec.d_model, generator=generator, dtype=torch.float64)
         self._layers = [
-            {
-                "q": draw(spec.d_model, heads * (dim + spec.rope)),
-                "kv": draw(spec.d_model, spec.row),
-                "k_up": draw(heads, spec.latent, dim),
-                "v_up": draw(heads, spec.latent, dim),
-                "out": draw(heads * dim, spec.d_model),
-                "ff_in": draw(spec.d_model, spec.d_ff),
-                "ff_out": draw(spec.d_ff, spec.d_model),
-            }
+            self._attention.draw(draw)
+            | {"ff_in": draw(spec.d_model, spec.d_ff), "ff_out": draw(spec.d_ff, spec.d_model)}
             for _ in range(spec.n_layers)
         ]
         self._head = draw(spec.d_model, spec.vocab_size) * 4.0
@@ -135,14 +133,14 @@ class Transformer:
         slots = self._slots(prefill), self._slots(decode)
         for index, weights in enumerate(self._layers):
             before(index)
-            normed = [_norm(lane.x) for lane in lanes]
-            rows = [self._rows(n, weights, lane.positions) for n, lane in zip(normed, lanes, strict=True)]
+            normed = [norm(lane.x) for lane in lanes]
+            rows = [self._attention.rows(n, weights, lane.positions) for n, lane in zip(normed, lanes, strict=True)]
             self._store(index, slots[0], self._ranks.gather_rows(rows[0], counts))
             self._store(index, slots[1], rows[1])
             for n, lane in zip(normed, lanes, strict=True):
                 if lane.parts:
-                    x = lane.x + self._attend(index, n, weights, lane.positions, lane.parts)
-                    lane.x = x + torch.nn.functional.silu(_norm(x) @ weights["ff_in"]) @ weights["ff_out"]
+                    x = lane.x + self._attention.attend(n, weights, lane.positions, self._contexts(index, lane.parts))
+                    lane.x = x + torch.nn.functional.silu(norm(x) @ weights["ff_in"]) @ weights["ff_out"]
             after(index)
         return self._sample(batch, lanes[0].parts + lanes[1].parts, torch.cat([lane.x for lane in lanes]))
 
@@ -153,55 +151,22 @@ class Transformer:
             parts, torch.tensor(positions, dtype=torch.long), self._embed[torch.tensor(tokens, dtype=torch.long)]
         )
 
-    def _slots(self, scheduled: Sequence[Scheduled]) -> torch.Tensor:
-        """Flat cache rows of these requests' new tokens."""
-        rows = [
-            s.blocks[position // self._size] * self._size + position % self._size
-            for s in scheduled
-            for position in range(s.start, s.start + s.n)
-        ]
-        return torch.tensor(rows, dtype=torch.long)
+    def _slots(self, scheduled: Sequence[Scheduled]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where these requests' new tokens are cached: block, and row in it."""
+        positions = [(s.blocks, p) for s in scheduled for p in range(s.start, s.start + s.n)]
+        blocks = [blocks[position // self._size] for blocks, position in positions]
+        rows = [position % self._size for _, position in positions]
+        return torch.tensor(blocks, dtype=torch.long), torch.tensor(rows, dtype=torch.long)
 
-    def _rows(self, normed: torch.Tensor, weights: dict[str, torch.Tensor], positions: torch.Tensor) -> torch.Tensor:
-        latent, rotary = (normed @ weights["kv"]).split_with_sizes([self._spec.latent, self._spec.rope], dim=-1)
-        return torch.cat([_norm(latent), _rotate(rotary, positions)], dim=-1)
+    def _store(self, layer: int, slots: tuple[torch.Tensor, torch.Tensor], rows: torch.Tensor) -> None:
+        if len(rows):
+            self.caches[layer][slots[0], :, slots[1]] = rows
 
-    def _store(self, layer: int, slots: torch.Tensor, rows: torch.Tensor) -> None:
-        if len(slots):
-            self.caches[layer].view(-1, self._spec.row)[slots] = rows
-
-    def _attend(
-        self,
-        layer: int,
-        normed: torch.Tensor,
-        weights: dict[str, torch.Tensor],
-        positions: torch.Tensor,
-        mine: Sequence[_Part],
-    ) -> torch.Tensor:
-        """Attention of this rank's tokens over their requests' cached rows, ``[n, d_model]``."""
-        spec = self._spec
-        q = (normed @ weights["q"]).view(len(normed), spec.n_heads, spec.head_dim + spec.rope)
-        plain, rotary = q.split_with_sizes([spec.head_dim, spec.rope], dim=-1)
-        absorbed = torch.einsum("nhd,hld->nhl", plain, weights["k_up"])  # keys stay compressed
-        rotary = _rotate(rotary, positions[:, None])
-        out = torch.empty(len(normed), spec.n_heads, spec.latent, dtype=torch.float64)
-        cursor = 0
-        for part in mine:
-            here = slice(cursor, cursor + part.n)
-            cursor += part.n
-            context = self._context(layer, part.scheduled, part.first + part.n)
-            latent, shared = context.split_with_sizes([spec.latent, spec.rope], dim=-1)
-            scores = torch.einsum("nhl,cl->nhc", absorbed[here], latent)
-            scores = scores + torch.einsum("nhr,cr->nhc", rotary[here], shared)
-            hidden = torch.arange(len(context))[None, :] > positions[here, None]
-            scores = scores.masked_fill(hidden[:, None, :], -math.inf) / math.sqrt(spec.head_dim + spec.rope)
-            out[here] = torch.einsum("nhc,cl->nhl", scores.softmax(dim=-1), latent)
-        values = torch.einsum("nhl,hld->nhd", out, weights["v_up"])
-        return values.reshape(len(normed), spec.n_heads * spec.head_dim) @ weights["out"]
-
-    def _context(self, layer: int, scheduled: Scheduled, n_tokens: int) -> torch.Tensor:
-        blocks = list(scheduled.blocks[: -(-n_tokens // self._size)])
-        return self.caches[layer][blocks].reshape(-1, self._spec.row)[:n_tokens]
+    def _contexts(self, layer: int, parts: Sequence[_Part]) -> Iterator[tuple[int, torch.Tensor]]:
+        for part in parts:
+            n_tokens = part.first + part.n
+            blocks = list(part.scheduled.blocks[: -(-n_tokens // self._size)])
+            yield part.n, self.caches[layer][blocks].transpose(1, 2).flatten(0, 1)[:n_tokens]
 
     def _sample(self, batch: Sequence[Scheduled], mine: Sequence[_Part], x: torch.Tensor) -> dict[str, int]:
         """Greedy tokens. A prefill's last hidden state is on one rank; the others add zeros, which is exact."""
@@ -222,7 +187,7 @@ class Transformer:
             cursor += part.n
             if part.samples and part.scheduled.decode:
                 hidden[where[part.scheduled.id]] = x[cursor - 1]
-        logits = _norm(hidden) @ self._head
+        logits = norm(hidden) @ self._head
         best = logits.topk(2, dim=-1)
         self.min_margin = min(self.min_margin, float((best.values[:, 0] - best.values[:, 1]).min()))
         return {s.id: int(best.indices[index, 0]) for index, s in enumerate(sampling)}
@@ -237,20 +202,6 @@ def _cut(prefill: Sequence[Scheduled], skip: int, n: int) -> list[_Part]:
             parts.append(_Part(scheduled, scheduled.start + first, last - first))
         skip -= scheduled.n
     return parts
-
-
-def _norm(x: torch.Tensor) -> torch.Tensor:
-    return x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + 1e-12)
-
-
-def _rotate(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Rotary position, pairs (i, i + half)."""
-    half = x.shape[-1] // 2
-    frequency = 10000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
-    angle = positions[..., None].to(torch.float64) * frequency
-    cos, sin = angle.cos(), angle.sin()
-    first, second = x[..., :half], x[..., half:]
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
 def make_model(config: EngineConfig, ranks: Ranks) -> Model:

@@ -14,7 +14,7 @@ Rules
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import msgspec
 
@@ -103,6 +103,7 @@ class Scheduler:
         if request.n_prompt < 1 or request.max_tokens < 1 or request.n_prompt + request.max_tokens - 1 > longest:
             why = f"{request.n_prompt} prompt and {request.max_tokens} new tokens: expected 1.. and at most {longest}"
             self._refuse(submitted, why, now)
+            self._never_admitted(request)
             return
         self.requests[request.id] = request
         self.waiting.append(request)
@@ -113,6 +114,13 @@ class Scheduler:
         self._events.append(
             Finished(id=submitted.id, tokens=(), reason=FinishReason.ERROR, t=now, error=f"request refused: {why}")
         )
+
+    def _never_admitted(self, request: Request) -> None:
+        """Whoever holds KV for a request that will not run must hear of it, not wait for a lease's end."""
+        if self._connector is not None:
+            self._connector.on_new_request(request.view())
+            self._connector.request_finished(request.view(), ((),), FinishReason.ERROR)
+            self._finished.append(request.id)
 
     def abort(self, id: str, now: float) -> None:
         """End a request now; unknown and finished ones are left alone."""
@@ -309,7 +317,7 @@ class Scheduler:
                 self._append(request, tokens[request.id], now)
         if output is not None and self._connector is not None:
             self._connector.update_connector_output(output)
-            self._received(output.finished_recving or (), output.failed_recving or set(), now)
+            self._received(output.finished_recving or (), output.failed_recving or set(), output.failure_reasons, now)
             self._sent(output.finished_sending or ())
         events, self._events = self._events, []
         return events
@@ -362,13 +370,13 @@ class Scheduler:
         request.blocks = []
         del self.requests[request.id]
 
-    def _received(self, ids: Iterable[str], failed: set[str], now: float) -> None:
+    def _received(self, ids: Iterable[str], failed: set[str], reasons: Mapping[str, str], now: float) -> None:
         for id in ids:
             request = self.parked.pop(id, None)
             if request is None:
                 self._released(id)
             elif id in failed:
-                self._load_failed(request, now)
+                self._load_failed(request, reasons.get(id, ""), now)
             else:
                 self._leave_one_token(request)
                 self._cache_full_blocks(request)
@@ -379,14 +387,14 @@ class Scheduler:
         """The last token is computed even when its KV came: it gives the next one."""
         request.n_computed = min(request.n_computed, request.n_total - 1)
 
-    def _load_failed(self, request: Request, now: float) -> None:
+    def _load_failed(self, request: Request, why: str, now: float) -> None:
         """Policy: compute it here, or end the request. The blocks are safe: the receive was emitted."""
         request.status = Status.WAITING
         self.waiting.appendleft(request)
         if self._recompute:
             self._unadmit(request)
         else:
-            self._finish(request, FinishReason.ERROR, now, error="KV load failed")
+            self._finish(request, FinishReason.ERROR, now, error=f"KV load failed: {why}" if why else "KV load failed")
 
     def _sent(self, ids: Iterable[str]) -> None:
         for id in ids:

@@ -35,6 +35,7 @@ from kvconn.engine.content import ContentAddressed
 from kvconn.engine.model import Model, make_model
 from kvconn.engine.scheduler import Step
 from kvconn.errors import ConfigError
+from kvconn.explain import ExplainServer
 from kvconn.factory import get_connector_class
 
 __all__ = ["WorkerOutput", "connector_config", "die_with_parent", "worker_main"]
@@ -68,7 +69,7 @@ class Collectives:
         if self.world == 1 or not sum(counts):
             return rows
         longest = max(counts)
-        padded = rows.new_zeros(longest, rows.shape[1])
+        padded = rows.new_zeros(longest, *rows.shape[1:])
         padded[: len(rows)] = rows
         gathered = [torch.empty_like(padded) for _ in counts]
         dist.all_gather(gathered, padded)
@@ -96,12 +97,15 @@ class Worker:
         self._model: Model = make_model(config, self._collectives)
         self._names = layer_names(config.model)
         self._connector: KVConnector | None = None
+        self._explains: ExplainServer | None = None
         if transfer is not None:
             cls: Any = get_connector_class(transfer)
             self._connector = cls(
                 connector_config(config, transfer, engine_id, rank), ConnectorRole.WORKER, kv_cache_view(config)
             )
             self._register()
+            connector: Any = self._connector
+            self._explains = ExplainServer(connector.explain, connector.__repr__, engine_id, "worker", rank)
 
     def _register(self) -> None:
         layers = {}
@@ -166,6 +170,8 @@ class Worker:
         return digest.hexdigest()
 
     def close(self) -> None:
+        if self._explains is not None:
+            self._explains.close()
         if self._connector is not None:
             self._connector.shutdown()
         self._collectives.close()

@@ -2,7 +2,8 @@
 
 Contract it keeps, whatever its children do
 - A delayed release is emitted once, when every child that claimed it has every rank complete, by identity (C1, C3).
-- A load is the first matching child's; the others are told that they load nothing. All children save.
+- A load is received once, when every child that fills a part of it has every rank complete. Children without a part are
+  told that they load nothing; all are told the blocks, and all save.
 
 Rules
 1. Every method of the interface is forwarded; a test proves it.
@@ -17,8 +18,9 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
+
+import msgspec
 
 from kvconn.base import (
     BlockIds,
@@ -31,6 +33,7 @@ from kvconn.base import (
     KVConnector,
     KVConnectorOutput,
     LayerView,
+    Published,
     RequestView,
     StepView,
     TransferResults,
@@ -38,9 +41,18 @@ from kvconn.base import (
 )
 from kvconn.config import ConnectorConfig
 from kvconn.errors import ConfigError, ContractError
+from kvconn.factory import get_connector_class
 from kvconn.metrics import Meter, Stats
-from kvconn.multi.children import MakeChild, build_children, make_child
-from kvconn.multi.policy import EngineGate, Match, MultiStep, RankGate, Share, choose, merge_params, prefixed
+from kvconn.multi.children import GetClass, MakeChild, build_children, make_child
+from kvconn.multi.policy import (
+    EngineGate,
+    MultiStep,
+    RankGate,
+    Share,
+    prefixed,
+    published_of,
+)
+from kvconn.multi.ranges import Ask, Match, choose, merge_params
 
 __all__ = ["MultiConnector", "MultiHandshake", "MultiMetadata"]
 
@@ -57,17 +69,17 @@ class MultiMetadata(ConnectorMetadata):
 
 @dataclass(frozen=True)
 class MultiHandshake(HandshakeMetadata):
-    """The one publishing child's handshake metadata."""
+    """The publishing children's handshake metadata, by index."""
 
-    child: int
-    metadata: HandshakeMetadata
+    parts: Mapping[int, HandshakeMetadata]
 
 
 class MultiConnector(KVConnector):
     """``kv_connector_extra_config.connectors`` lists the children's ``kv_transfer_config`` objects.
 
-    ``clock`` (seconds, default ``time.perf_counter``) stamps lives; ``make_child`` is the seam tests build children
-    through. Raises ConfigError with every child's problems at once.
+    ``clock`` (seconds, default ``time.perf_counter``) stamps lives; ``make_child`` is the seam tests and adapters build
+    children through, ``get_class`` how an adapter finds their classes. Raises ConfigError with every child's problems
+    at once.
     """
 
     def __init__(
@@ -78,14 +90,20 @@ class MultiConnector(KVConnector):
         *,
         clock: Callable[[], float] | None = None,
         make_child: MakeChild = make_child,
+        get_class: GetClass = get_connector_class,
     ) -> None:
         self.role = role
-        self.names, self.children = build_children(config, role, kv_cache, make_child)
+        built = build_children(config, role, kv_cache, make_child, get_class)
+        self.names, self.children = built.names, built.connectors
         self._clock = clock or time.perf_counter
+        self._block_size = kv_cache.block_size
         self._meter = Meter()
-        self._gate = EngineGate(len(self.children), range(config.parallel.world))
+        self._gate = EngineGate(len(self.children), range(config.parallel.world), built.quorum)
         self._rank = RankGate(config.rank or 0)
         self._matches: dict[str, Match] = {}
+        self._layers: tuple[str, ...] = ()
+        #: children whose synchronous loads of the bound step this half waits for itself.
+        self._waits: tuple[int, ...] = ()
 
     # -- scheduler half ------------------------------------------------------------------------------------------
 
@@ -95,25 +113,37 @@ class MultiConnector(KVConnector):
             child.on_new_request(request)
 
     def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> tuple[int | None, bool]:
+        if self._gate.loading(request.id):
+            return None, False  # the id of an aborted request came back before its blocks did
         match = choose(
-            partial(child.get_num_new_matched_tokens, request, num_computed_tokens) for child in self.children
+            [self._ask(child, request) for child in self.children],
+            num_computed_tokens,
+            self._block_size,
+            request.n_total,
         )
         self._matches[request.id] = match
         return match.answer
 
+    @staticmethod
+    def _ask(child: KVConnector, request: RequestView) -> Ask:
+        return lambda tokens: child.get_num_new_matched_tokens(request, tokens)
+
     def update_state_after_alloc(self, request: RequestView, blocks: KVBlocks, num_external_tokens: int) -> None:
         match = self._matches.pop(request.id, Match())
-        if num_external_tokens > 0 and match.child is None:
-            raise ContractError(
-                f"{request.id}: {num_external_tokens} external tokens allocated, but no child offered any"
-            )
-        loads = num_external_tokens > 0
-        if loads and match.asynchronous and match.child is not None:
-            self._gate.open(request.id, "recv", (match.child,), self._clock())
+        if num_external_tokens > match.tokens:
+            offered = f"children offered {match.tokens}" if match.tokens else "no child offered any"
+            raise ContractError(f"{request.id}: {num_external_tokens} external tokens allocated, but {offered}")
+        ranges = {part.child: part for part in match.cut(num_external_tokens)}
+        if ranges and match.asynchronous:
+            claimers = [child for child, part in ranges.items() if part.asynchronous]
+            self._gate.open(request.id, "recv", claimers, self._clock())
+            self._gate.wait_for(ranges.keys() - set(claimers))
         for index, child in enumerate(self.children):
-            child.update_state_after_alloc(
-                request, blocks, num_external_tokens if loads and index == match.child else 0
-            )
+            part = ranges.get(index)
+            if part is None:
+                child.update_state_after_alloc(request, blocks, 0)
+            else:
+                child.update_state_after_alloc(request, match.blocks(blocks, part, self._block_size), part.n)
 
     def build_connector_meta(self, step: StepView) -> ConnectorMetadata:
         return MultiMetadata(tuple(child.build_connector_meta(step) for child in self.children), self._gate.step())
@@ -136,12 +166,17 @@ class MultiConnector(KVConnector):
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         meta = output.kv_connector_worker_meta
-        shares = self._gate.take(meta.facts if isinstance(meta, WorkerFacts) else ())
+        said = meta if isinstance(meta, WorkerFacts) else WorkerFacts()
+        shares = self._gate.take(said.facts)
         for index, (child, share) in enumerate(zip(self.children, shares, strict=True)):
-            part = _part(share, output)
+            part = _part(share, output, published_of(index, said.published))
             child.update_connector_output(part)
             self._gate.passed(
-                index, part.finished_sending or (), part.finished_recving or (), part.failed_recving or ()
+                index,
+                part.finished_sending or (),
+                part.finished_recving or (),
+                part.failed_recving or (),
+                part.failure_reasons,
             )
         emit = self._gate.emit(
             output.finished_sending or (), output.finished_recving or (), output.failed_recving or ()
@@ -152,17 +187,23 @@ class MultiConnector(KVConnector):
         return None
 
     def set_handshake_metadata(self, metadata: Mapping[tuple[int, int], HandshakeMetadata]) -> None:
+        serving: list[str] = []
         for index, child in enumerate(self.children):
-            child.set_handshake_metadata(
-                {
-                    rank: published.metadata
-                    for rank, published in metadata.items()
-                    if isinstance(published, MultiHandshake) and published.child == index
-                }
-            )
+            own = {
+                rank: published.parts[index]
+                for rank, published in metadata.items()
+                if isinstance(published, MultiHandshake) and index in published.parts
+            }
+            try:
+                child.set_handshake_metadata(own)
+            except ConfigError as err:
+                beside = f" (beside {' and '.join(serving)}, which publish on the same address)" if serving else ""
+                raise ConfigError([f"{self.names[index]}{beside}: {problem}" for problem in err.problems]) from None
+            if own:
+                serving.append(self.names[index])
 
     def has_pending_push_work(self) -> bool:
-        return any(child.has_pending_push_work() for child in self.children)
+        return self._gate.unshipped or any(child.has_pending_push_work() for child in self.children)
 
     def take_events(self) -> Iterable[Any]:
         return [event for child in self.children for event in child.take_events()]
@@ -172,7 +213,7 @@ class MultiConnector(KVConnector):
         return all(answers) if answers else None
 
     def explain(self, now: float) -> list[str]:
-        lines = self._gate.explain(self.names, now)
+        lines = self._gate.explain(self.names, now) if self.role is ConnectorRole.SCHEDULER else []
         for index, child in enumerate(self.children):
             lines += [f"{self.names[index]}: {line}" for line in child.explain(now)]
         return lines
@@ -180,27 +221,26 @@ class MultiConnector(KVConnector):
     # -- worker half ---------------------------------------------------------------------------------------------
 
     def register_kv_caches(self, layers: Mapping[str, LayerView]) -> None:
+        self._layers = tuple(layers)
         for child in self.children:
             child.register_kv_caches(layers)
 
     def get_handshake_metadata(self) -> HandshakeMetadata | None:
-        published = [
-            (i, m) for i, child in enumerate(self.children) if (m := child.get_handshake_metadata()) is not None
-        ]
-        if len(published) > 1:
-            whom = " and ".join(self.names[index] for index, _ in published)
-            raise ConfigError(f"MultiConnector: expected one child that publishes handshake metadata, got {whom}")
-        return MultiHandshake(*published[0]) if published else None
+        asked = {index: child.get_handshake_metadata() for index, child in enumerate(self.children)}
+        parts = {index: metadata for index, metadata in asked.items() if metadata is not None}
+        return MultiHandshake(parts) if parts else None
 
     def bind_connector_metadata(self, metadata: ConnectorMetadata) -> None:
         super().bind_connector_metadata(metadata)
         own = self._own(metadata)
         self._rank.bind(own.step)
+        self._waits = own.step.waits
         for child, part in zip(self.children, own.children, strict=True):
             child.bind_connector_metadata(part)
 
     def clear_connector_metadata(self) -> None:
         super().clear_connector_metadata()
+        self._waits = ()
         for child in self.children:
             child.clear_connector_metadata()
 
@@ -211,6 +251,9 @@ class MultiConnector(KVConnector):
     def start_load_kv(self, context: object = None, **kwargs: object) -> None:
         for child in self.children:
             child.start_load_kv(context, **kwargs)
+        for index in self._waits:
+            for layer in self._layers:
+                self.children[index].wait_for_layer_load(layer)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         for child in self.children:
@@ -235,16 +278,18 @@ class MultiConnector(KVConnector):
 
     def build_connector_worker_meta(self) -> WorkerFacts | None:
         facts = self._rank.take_facts()
+        published: list[Published] = []
         for index, child in enumerate(self.children):
             meta = child.build_connector_worker_meta()
             if isinstance(meta, WorkerFacts):
                 facts += prefixed(index, meta.facts)
+                published += [msgspec.structs.replace(one, child=(index, *one.child)) for one in meta.published]
             elif meta is not None:
                 raise ContractError(
                     f"{self.names[index]}.build_connector_worker_meta(): expected WorkerFacts or None, "
                     f"got {type(meta).__name__}"
                 )
-        return WorkerFacts(tuple(facts)) if facts else None
+        return WorkerFacts(tuple(facts), tuple(published)) if facts or published else None
 
     def _own(self, metadata: ConnectorMetadata) -> MultiMetadata:
         if not isinstance(metadata, MultiMetadata) or len(metadata.children) != len(self.children):
@@ -265,8 +310,12 @@ class MultiConnector(KVConnector):
             if count:
                 self._meter.add(name, count)
         total = self._meter.take()
-        for child in self.children:
+        for index, child in enumerate(self.children):
             stats = child.get_kv_connector_stats()
+            if not isinstance(stats, Stats | None):
+                raise ContractError(
+                    f"{self.names[index]}.get_kv_connector_stats(): expected Stats or None, got {type(stats).__name__}"
+                )
             if stats is not None:
                 total = stats if total is None else total.aggregate(stats)
         return total
@@ -287,12 +336,12 @@ class MultiConnector(KVConnector):
         return f"MultiConnector([{', '.join(self.names.values())}] {gate!r})"
 
 
-def _part(share: Share, output: KVConnectorOutput) -> KVConnectorOutput:
+def _part(share: Share, output: KVConnectorOutput, published: tuple[Published, ...]) -> KVConnectorOutput:
     """One child's view of the engine's output."""
     return KVConnectorOutput(
         finished_sending=set(share.sent),
         finished_recving=set(share.received),
         failed_recving=set(share.failed),
         invalid_block_ids=set(output.invalid_block_ids),
-        kv_connector_worker_meta=WorkerFacts(share.facts) if share.facts else None,
+        kv_connector_worker_meta=WorkerFacts(share.facts, published) if share.facts or published else None,
     )

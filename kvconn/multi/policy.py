@@ -1,16 +1,23 @@
-"""What a MultiConnector decides: who loads, who claims, whose word is still missing, whose params the client gets.
+"""What a MultiConnector decides about completion: who claims, whose word is still missing, what leaves when.
 
 Rules
-1. The first child that can load loads, and nobody after it is asked. A child's "not yet" delays only when no earlier
-   child matched; asking is idempotent (C10).
-2. A life of ours opens over the children that claim it and all ranks of the engine: parties are (child, rank), and
-   completion is the set of them, never a count (C3).
-3. On a rank, an id leaves once per life: when its claim is bound and every claiming child reported there. A report
-   that comes before its claim waits, bounded, and counts when the claim comes; a repeated claim changes nothing (C1).
-4. In the engine, an id leaves once per life: when the engine's own set named it, every party reported, and every
+1. Who loads what is decided in :mod:`kvconn.multi.ranges`.
+2. The receive of a parked request is a life over the asynchronous children that kept a range. A synchronous range in
+   such a row is waited for on each rank in the step that announces it, before it reports anything of that step; it is
+   in no claim. A range that fails fails the load, once, when all of them are quiet.
+3. A life of ours opens over the children that claim it and all ranks of the engine: parties are (child, rank), and
+   completion is the set of them, never a count (C3). A child with a quorum is complete in a send, never in a receive,
+   when that many distinct ranks reported (C2): a rank that still writes must not lose its blocks.
+4. On a rank, an id leaves once per life: when its claim is bound and every claiming child without a quorum reported
+   there. A report that comes before its claim waits, bounded, and counts when the claim comes, but not one that is
+   older than its request. A repeated step changes nothing (C1). A child with a quorum is not waited for; its word goes
+   up as a fact until the engine closes the life, and one word of it that comes after that is absorbed.
+5. In the engine, an id leaves once per life: when the engine's own set named it, every party reported, and every
    claiming child's scheduler half let it through. Veto, never originate. An id that no fact of ours names passes.
-5. A request whose receive and send are both open is released by the later one; the earlier is held back (C13).
-6. Facts have namespaces by path. ``(i, ...)`` is child i's own word, stripped and handed to it, with n from the
+6. A request whose receive and send are both open is released by the later one; the earlier is held back (C13).
+7. ``failed`` is a result and ``received`` a release: a rank that knows of a failure has settled only when it also says
+   received (C6).
+8. Facts have namespaces by path. ``(i, ...)`` is child i's own word, stripped and handed to it, with n from the
    child's own ledger. ``(OWN, i)`` is this MultiConnector's word about its child i, with n from its own ledger; a
    nested one's arrives as ``(j, OWN, i)``, so that the two never meet.
 No I/O and no clock: ``now`` is an argument, in seconds.
@@ -19,13 +26,13 @@ No I/O and no clock: ``now`` is an argument, in seconds.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TypeVar
 
 import msgspec
 
-from kvconn.base import Direction, Fact, TransferResults
+from kvconn.base import Direction, Fact, FactState, Published, TransferResults
 from kvconn.ledger import Child, CompletionLedger, Emit
 
 __all__ = [
@@ -33,13 +40,11 @@ __all__ = [
     "Claim",
     "ClaimTable",
     "EngineGate",
-    "Match",
     "MultiStep",
     "RankGate",
     "Share",
-    "choose",
-    "merge_params",
     "prefixed",
+    "published_of",
 ]
 
 #: first element of the path of a MultiConnector's own facts; no child has this index.
@@ -47,51 +52,7 @@ OWN = -1
 Key = tuple[str, Direction]
 DIRECTIONS: tuple[Direction, Direction] = ("send", "recv")
 NOBODY: frozenset[str] = frozenset()
-
-
-# --- who loads, and what the client is told -----------------------------------------------------------------------
-
-
-class Match(msgspec.Struct, frozen=True):
-    """Who loads. ``tokens`` None: not yet, ask again; ``child`` None: nobody."""
-
-    child: int | None = None
-    tokens: int | None = 0
-    asynchronous: bool = False
-
-    @property
-    def answer(self) -> tuple[int | None, bool]:
-        """As ``get_num_new_matched_tokens`` returns it."""
-        return self.tokens, self.asynchronous
-
-
-def choose(ask: Iterable[Callable[[], tuple[int | None, bool]]]) -> Match:
-    """Ask children in order until one matches or says "not yet"."""
-    for child, question in enumerate(ask):
-        tokens, asynchronous = question()
-        if tokens is None:
-            return Match(tokens=None)
-        if tokens > 0:
-            return Match(child, tokens, asynchronous)
-    return Match()
-
-
-def merge_params(returned: Sequence[Mapping[str, Any] | None]) -> tuple[dict[str, Any] | None, tuple[int, ...]]:
-    """The client's params, and the children left out.
-
-    A child that contradicts an earlier one is left out whole: half of its params beside another's would describe
-    blocks that nobody holds.
-    """
-    merged: dict[str, Any] | None = None
-    left_out: list[int] = []
-    for child, params in enumerate(returned):
-        if params is None:
-            continue
-        if merged is not None and any(key in merged and merged[key] != value for key, value in params.items()):
-            left_out.append(child)
-        else:
-            merged = {**(merged or {}), **params}
-    return merged, tuple(left_out)
+K = TypeVar("K")
 
 
 def prefixed(child: int, facts: Iterable[Fact]) -> list[Fact]:
@@ -99,23 +60,36 @@ def prefixed(child: int, facts: Iterable[Fact]) -> list[Fact]:
     return [msgspec.structs.replace(fact, child=(child, *fact.child)) for fact in facts]
 
 
+def published_of(child: int, published: Iterable[Published]) -> tuple[Published, ...]:
+    """What child ``child``'s ranks published anew, its path without us."""
+    return tuple(msgspec.structs.replace(one, child=one.child[1:]) for one in published if one.child[:1] == (child,))
+
+
 # --- what crosses from the scheduler half to the ranks ------------------------------------------------------------
 
 
 class Claim(msgspec.Struct, frozen=True):
-    """A life of ours: the children whose reports it waits for."""
+    """A life of ours: the children whose reports it waits for, and ``spare``, those that have a quorum."""
 
     id: str
     n: int
     children: tuple[int, ...]
+    spare: tuple[int, ...] = ()
 
 
 class MultiStep(msgspec.Struct, frozen=True):
-    """Lives opened since the last step, oldest first. ``again``: ids we released that came back as new requests."""
+    """What happened since the step before ``seq``, oldest first.
 
+    ``sends`` and ``loads`` are lives that opened, ``closed`` sends with a quorum that were emitted, as (id, n), and
+    ``arrived`` new requests. ``waits``: children whose synchronous loads of this step no forward waits for (rule 2).
+    """
+
+    seq: int
     sends: tuple[Claim, ...] = ()
     loads: tuple[Claim, ...] = ()
-    again: tuple[str, ...] = ()
+    closed: tuple[tuple[str, int], ...] = ()
+    arrived: tuple[str, ...] = ()
+    waits: tuple[int, ...] = ()
 
 
 # --- one rank -----------------------------------------------------------------------------------------------------
@@ -125,78 +99,104 @@ class MultiStep(msgspec.Struct, frozen=True):
 class _Open:
     n: int
     owed: set[int]
-    failed: bool = False
+    spare: set[int]
+    failed: set[int] = field(default_factory=set)
+    told: bool = False
 
 
 class ClaimTable:
-    """One rank's claims of one direction, and reports that came before theirs."""
+    """One rank's claims of one direction, and reports that came before theirs.
 
-    def __init__(self, direction: Direction, rank: int, memory: int) -> None:
+    ``memory``: ids remembered after their life; ``early_max``: ids reported before theirs.
+    """
+
+    def __init__(self, direction: Direction, rank: int, memory: int = 4096, early_max: int = 4096) -> None:
         self._direction = direction
         self._rank = rank
         self._memory = memory
+        self._early_max = early_max
         self._open: dict[str, _Open] = {}
-        #: id -> {child: failed}, oldest first
-        self._early: OrderedDict[str, dict[int, bool]] = OrderedDict()
+        #: id -> {child: what it said}, oldest first; True: settled, False: failed, True after False both
+        self._early: OrderedDict[str, dict[int, list[bool]]] = OrderedDict()
         #: ids reported here whose next life is not announced: a bare child's second word is absorbed (C4).
         self._done: OrderedDict[str, None] = OrderedDict()
-        self._newest = 0
+        #: (id, child with a quorum) of closed lives that this child never mentioned: its next word is about those.
+        self._late: OrderedDict[tuple[str, int], None] = OrderedDict()
         self._ready: list[tuple[str, bool]] = []
         self.facts: list[Fact] = []
         #: reports that changed nothing.
         self.duplicates = 0
-        #: early reports given up: their request ended unclaimed, or too many waited.
+        #: early reports given up: their request ended unclaimed or began later, or too many waited.
         self.dropped = 0
 
     def announce(self, claim: Claim) -> None:
-        """A claim is bound; what was reported early counts now. A claim bound before changes nothing."""
-        if claim.n <= self._newest:
-            return
-        self._newest = claim.n
+        """A claim is bound; what was reported early counts now."""
         self._done.pop(claim.id, None)
-        self._open[claim.id] = _Open(claim.n, set(claim.children))
-        for child, failed in self._early.pop(claim.id, {}).items():
-            self.report(claim.id, child, failed)
+        self._open[claim.id] = _Open(claim.n, set(claim.children), set(claim.spare))
+        for child, words in self._early.pop(claim.id, {}).items():
+            for settled in words:
+                self.report(claim.id, child, settled)
+        self._settle(claim.id)
 
-    def report(self, id: str, child: int, failed: bool = False) -> None:
-        """Child ``child`` has reported ``id`` on this rank."""
+    def report(self, id: str, child: int, settled: bool = True) -> None:
+        """Child ``child`` has reported ``id`` on this rank: settled, or failed and not settled yet."""
         claim = self._open.get(id)
-        if claim is None:
-            self._unclaimed(id, child, failed)
-        elif child not in claim.owed:
+        if settled and (id, child) in self._late:
+            del self._late[id, child]
             self.duplicates += 1
-        else:
+        elif claim is None:
+            self._unclaimed(id, child, settled)
+        elif child not in claim.owed | claim.spare or (not settled and child in claim.failed):
+            self.duplicates += 1
+        elif settled:
             claim.owed.discard(child)
-            claim.failed |= failed
-            self._say(id, child, claim.n, failed)
-            if not claim.owed:
-                self._complete(id, claim.failed)
+            claim.spare.discard(child)
+            self._say(id, child, claim.n, "quiet" if child in claim.failed else "done")
+            self._settle(id)
+        else:
+            claim.failed.add(child)
+            self._say(id, child, claim.n, "failed")
 
-    def _say(self, id: str, child: int, n: int, failed: bool) -> None:
-        path = (OWN, child)
-        if failed:
-            self.facts.append(Fact(id, self._direction, n, self._rank, "failed", path))
-        self.facts.append(Fact(id, self._direction, n, self._rank, "quiet" if failed else "done", path))
+    def _say(self, id: str, child: int, n: int, state: FactState) -> None:
+        self.facts.append(Fact(id, self._direction, n, self._rank, state, (OWN, child)))
 
-    def _complete(self, id: str, failed: bool) -> None:
+    def _settle(self, id: str) -> None:
+        """This rank's report, once, when it waits for nobody; the claim stays while a spare child may speak."""
+        claim = self._open.get(id)
+        if claim is None or claim.owed:
+            return
+        if not claim.told:
+            claim.told = True
+            self._ready.append((id, bool(claim.failed)))
+        if not claim.spare:
+            self._end(id)
+
+    def close(self, id: str, n: int) -> None:
+        """The engine emitted life ``n``; children with a quorum that did not speak may do so late."""
+        claim = self._open.get(id)
+        if claim is not None and claim.n == n:
+            for child in claim.spare:
+                _remember(self._late, (id, child), self._memory)
+            self._end(id)
+
+    def _end(self, id: str) -> None:
         del self._open[id]
-        self._ready.append((id, failed))
-        self._done[id] = None
-        if len(self._done) > self._memory:
-            self._done.popitem(last=False)
+        _remember(self._done, id, self._memory)
 
-    def _unclaimed(self, id: str, child: int, failed: bool) -> None:
-        if id in self._done or child in self._early.get(id, ()):
+    def _unclaimed(self, id: str, child: int, settled: bool) -> None:
+        words = self._early.get(id, {}).get(child, [])
+        if id in self._done or settled in words or True in words:
             self.duplicates += 1
             return
-        self._early.setdefault(id, {})[child] = failed
-        if len(self._early) > self._memory:
+        self._early.setdefault(id, {}).setdefault(child, []).append(settled)
+        if len(self._early) > self._early_max:
             self._early.popitem(last=False)
             self.dropped += 1
 
-    def again(self, id: str) -> None:
-        """A released id came back: its reports are news again."""
+    def arrived(self, id: str) -> None:
+        """A new request. What was said of its id before is about another one; what is said from now on is news."""
         self._done.pop(id, None)
+        self.ended(id)
 
     def ended(self, id: str) -> None:
         """The request ended; had anybody claimed it, the claim would be bound by now."""
@@ -213,30 +213,38 @@ class ClaimTable:
 
 
 class RankGate:
-    """Rule 3, for one worker: children's reports in, this rank's reports and facts out."""
+    """Rules 4 and 7, for one worker: children's reports in, this rank's reports and facts out."""
 
     table: type[ClaimTable] = ClaimTable
 
     def __init__(self, rank: int, memory: int = 4096) -> None:
         self._sends = self.table("send", rank, memory)
         self._loads = self.table("recv", rank, memory)
+        self._newest = 0
 
     def bind(self, step: MultiStep) -> None:
-        """This step's announcements."""
-        for id in step.again:
-            self._sends.again(id)
-            self._loads.again(id)
+        """This step's announcements. A step bound before changes nothing."""
+        if step.seq <= self._newest:
+            return
+        self._newest = step.seq
+        for id, n in step.closed:
+            self._sends.close(id, n)
+        for id in step.arrived:
+            self._sends.arrived(id)
+            self._loads.arrived(id)
         for claim in step.sends:
             self._sends.announce(claim)
         for claim in step.loads:
             self._loads.announce(claim)
 
     def reports(self, child: int, results: TransferResults) -> None:
-        """What child ``child`` said in this poll. A failed receive is a receive."""
+        """What child ``child`` said in this poll (rule 7)."""
         for id in sorted(results.finished_sending):
             self._sends.report(id, child)
-        for id in sorted(results.finished_recving | results.failed_recving):
-            self._loads.report(id, child, id in results.failed_recving)
+        for id in sorted(results.failed_recving):
+            self._loads.report(id, child, settled=False)
+        for id in sorted(results.finished_recving):
+            self._loads.report(id, child)
 
     def ended(self, ids: Iterable[str]) -> None:
         """Requests that ended since the last step, after their claims were bound and this step's reports taken."""
@@ -271,6 +279,13 @@ class RankGate:
         return f"RankGate({self._sends!r} {self._loads!r})"
 
 
+def _remember(table: OrderedDict[K, None], key: K, memory: int) -> None:
+    table[key] = None
+    table.move_to_end(key)
+    while len(table) > memory:
+        table.popitem(last=False)
+
+
 # --- the engine ---------------------------------------------------------------------------------------------------
 
 
@@ -280,9 +295,11 @@ class _Held:
 
     n: int
     claimers: frozenset[int]
+    spare: bool
     given: set[int] = field(default_factory=set)
     passed: set[int] = field(default_factory=set)
     failed: bool = False
+    why: str = ""
 
 
 class Share(msgspec.Struct, frozen=True):
@@ -295,41 +312,70 @@ class Share(msgspec.Struct, frozen=True):
 
 
 class EngineGate:
-    """Rules 2, 4 and 5, for the scheduler half."""
+    """Rules 3, 5 and 6, for the scheduler half. ``quorum``: by child, how many ranks complete its sends."""
 
-    def __init__(self, children: int, ranks: Collection[int], memory: int = 4096) -> None:
+    def __init__(self, children: int, ranks: Collection[int], quorum: Mapping[int, int] | None = None) -> None:
         self.ledger = CompletionLedger()
         self._children = children
         self._ranks = ranks
-        self._memory = memory
+        self._quorum = dict(quorum or {})
         self._held: dict[Key, _Held] = {}
         self._touched: dict[Key, None] = {}
-        self._released: OrderedDict[str, None] = OrderedDict()
+        self._seq = 0
         self._sends: list[Claim] = []
         self._loads: list[Claim] = []
-        self._again: list[str] = []
+        self._closed: list[tuple[str, int]] = []
+        self._arrived: list[str] = []
+        self._waits: set[int] = set()
         #: ids in the engine's sets that named closed lives of ours.
         self.late = 0
 
     # -- lives -------------------------------------------------------------------------------------------------
 
     def open(self, id: str, direction: Direction, claimers: Iterable[int], now: float | None = None) -> None:
-        """A life begins; the next step announces it."""
-        children = tuple(sorted(claimers))
-        n = self.ledger.open(id, direction, {(child,): self._ranks for child in children}, now=now)
-        self._held[id, direction] = _Held(n, frozenset(children))
-        (self._sends if direction == "send" else self._loads).append(Claim(id, n, children))
+        """A life begins; the next step announces it. Without claimers every rank reports it at once."""
+        children = sorted(claimers)
+        few = {child: self._quorum[child] for child in children if direction == "send" and child in self._quorum}
+        n = self.ledger.open(
+            id,
+            direction,
+            {(child,): self._ranks for child in children},
+            quorum={(child,): ranks for child, ranks in few.items()},
+            now=now,
+        )
+        self._held[id, direction] = _Held(n, frozenset(children), bool(few))
+        claim = Claim(id, n, tuple(child for child in children if child not in few), tuple(few))
+        (self._sends if direction == "send" else self._loads).append(claim)
+
+    def loading(self, id: str) -> bool:
+        """True while a receive of this id is open: its blocks are not given back yet."""
+        return (id, "recv") in self._held
+
+    def wait_for(self, children: Iterable[int]) -> None:
+        """Children whose synchronous ranges, announced with the next step, belong to a parked request."""
+        self._waits |= set(children)
 
     def arrived(self, id: str) -> None:
-        """A new request; its id may be one we released before."""
-        if id in self._released:
-            del self._released[id]
-            self._again.append(id)
+        """A new request: the ranks must not take older words for words about it."""
+        self._arrived.append(id)
+
+    @property
+    def unshipped(self) -> bool:
+        """True while ranks keep a claim only because they have not heard that it is closed."""
+        return bool(self._closed)
 
     def step(self) -> MultiStep:
-        """Everything opened since the last step."""
-        step = MultiStep(tuple(self._sends), tuple(self._loads), tuple(self._again))
-        self._sends, self._loads, self._again = [], [], []
+        """Everything since the last step."""
+        self._seq += 1
+        step = MultiStep(
+            self._seq,
+            tuple(self._sends),
+            tuple(self._loads),
+            tuple(self._closed),
+            tuple(self._arrived),
+            tuple(sorted(self._waits)),
+        )
+        self._sends, self._loads, self._closed, self._arrived, self._waits = [], [], [], [], set()
         return step
 
     # -- reports -----------------------------------------------------------------------------------------------
@@ -379,23 +425,37 @@ class EngineGate:
             tuple(facts),
         )
 
-    def passed(self, child: int, sent: Iterable[str], received: Iterable[str], failed: Iterable[str]) -> None:
-        """What child ``child``'s scheduler half let through, now or after holding it back. It cannot originate."""
-        for direction, ids in zip(DIRECTIONS, (sent, received), strict=True):
-            for id in ids:
+    def passed(
+        self,
+        child: int,
+        sent: Iterable[str],
+        received: Iterable[str],
+        failed: Iterable[str],
+        why: Mapping[str, str] | None = None,
+    ) -> None:
+        """What child ``child``'s scheduler half let through, now or after holding it back. It cannot originate.
+
+        A child that owed both directions lets its request through once, at the later one (rule 6), so that its word
+        counts for every direction whose ranks are complete for it. ``why``: of the failed ones.
+        """
+        for id in (*sent, *received):
+            for direction in DIRECTIONS:
                 held = self._held.get((id, direction))
                 if held is not None and child in held.given:
                     held.passed.add(child)
                     self._touched[id, direction] = None
         for id in failed:
-            if (id, "recv") in self._held and child in self._held[id, "recv"].passed:
-                self._held[id, "recv"].failed = True
+            held = self._held.get((id, "recv"))
+            if held is not None and child in held.passed:
+                held.failed = True
+                held.why = held.why or (why or {}).get(id, "")
 
     def emit(self, sent: Iterable[str], received: Iterable[str], failed: Iterable[str]) -> Emit:
         """Filter the engine's sets; call after :meth:`take` and :meth:`passed` of the same step."""
         failed = set(failed)
         out: dict[Direction, set[str]] = {"send": set(), "recv": set()}
         out_failed: set[str] = set()
+        why: dict[str, str] = {}
         named = dict(self._touched)
         for direction, ids in zip(DIRECTIONS, (sent, received), strict=True):
             for id in ids:
@@ -407,27 +467,25 @@ class EngineGate:
                     out[direction].add(id)
                     out_failed |= {id} & failed if direction == "recv" else set()
         for id, direction in self._touched:
-            lost = self._release(id, direction)
-            if lost is None:
+            over = self._release(id, direction)
+            if over is None:
                 continue
             out[direction].add(id)
-            if lost:
+            if over.failed:
                 out_failed.add(id)
+                why |= {id: over.why} if over.why else {}
         self._touched = {}
-        return Emit(frozenset(out["send"]), frozenset(out["recv"]), frozenset(out_failed))
+        return Emit(frozenset(out["send"]), frozenset(out["recv"]), frozenset(out_failed), why)
 
-    def _release(self, id: str, direction: Direction) -> bool | None:
-        """Close a life that is due. None: nothing to emit; else whether it failed."""
+    def _release(self, id: str, direction: Direction) -> _Held | None:
+        """Close a life that is due. None: nothing to emit."""
         held = self._held.get((id, direction))
         if held is None or held.passed != held.claimers or self.ledger.pop_ready(id, direction) is None:
             return None
         del self._held[id, direction]
-        if (id, "recv" if direction == "send" else "send") in self._held:
-            return None
-        self._released[id] = None
-        if len(self._released) > self._memory:
-            self._released.popitem(last=False)
-        return held.failed
+        if held.spare:
+            self._closed.append((id, held.n))
+        return None if (id, "recv" if direction == "send" else "send") in self._held else held
 
     def take_absorbed(self) -> int:
         """Reports and ids that changed nothing, since the last call."""

@@ -104,13 +104,19 @@ class NixlConnector(KVConnector):
         return self.scheduler.finished(request, blocks, reason, self._clock())
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
+        meta = output.kv_connector_worker_meta
+        if isinstance(meta, WorkerFacts):
+            self.scheduler.serve({(one.pp, one.tp): NixlHandshake(one.payload) for one in meta.published})
         filter_output(output, self.scheduler.reports)
+
+    def has_pending_push_work(self) -> bool:
+        return self.scheduler.needs_steps(self._clock())
 
     def set_handshake_metadata(self, metadata: Mapping[tuple[int, int], HandshakeMetadata]) -> None:
         self.scheduler.serve({rank: m for rank, m in metadata.items() if isinstance(m, NixlHandshake)})
 
-    def explain(self, now: float) -> list[str]:
-        return self.scheduler.explain(now)
+    def reset_cache(self) -> bool | None:
+        return self.scheduler.reset()
 
     # -- worker half ---------------------------------------------------------------------------------------------
 
@@ -146,6 +152,10 @@ class NixlConnector(KVConnector):
     def get_kv_connector_stats(self) -> Stats | None:
         half = self._scheduler or self._worker
         return half.meter.take() if half is not None else None
+
+    def explain(self, now: float) -> list[str]:
+        half = self._scheduler or self._worker
+        return half.explain(now) if half is not None else []
 
     def shutdown(self) -> None:
         half = self._scheduler or self._worker

@@ -75,6 +75,14 @@ class FenceSlots:
         self._closed.append(fence.slot)
         return fence.slot
 
+    def ids(self) -> list[str]:
+        """Requests that have a word."""
+        return list(self._of)
+
+    def slots(self) -> list[int]:
+        """Slots whose words stand."""
+        return [fence.slot for fence in self._of.values()]
+
     def step(self) -> None:
         """A step begins: what was closed before the last one began is free."""
         self._free.extend(self._cooling)

@@ -135,6 +135,14 @@ class SendLeases:
         self._early.clear()
         return count
 
+    def explain(self, now: float) -> list[str]:
+        """One line per held send."""
+        return [
+            f"lease of {send.id} (life {send.n}): heard {len(send.heard)} of {send.readers} readers, "
+            f"{send.deadline - now:.1f} s left"
+            for send in list(self._held.values())
+        ]
+
     def __len__(self) -> int:
         return len(self._held)
 

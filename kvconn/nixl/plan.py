@@ -3,21 +3,29 @@
 Rules
 1. No value of a peer is trusted: whatever does not fit is an :class:`Incompatible` that names the field, ours, theirs
    and what to do. Nothing here raises.
-2. A feature is data in the plan, never a branch in the worker.
-Today both sides have equal geometry (tp 1, pp 1, dcp 1, equal blocks, equal groups); replicated PCP on the producer
-needs nothing of the reader, because only the canonical replica publishes itself.
+2. A feature is data in the plan, never a branch in the worker. A head group is a region whose blocks are a part of the
+   blocks it lies in, so that pairing knows nothing of heads.
+3. :func:`routes` says whom one rank reads or tells, :func:`make_plan` what it reads of one of them. Every rank of
+   theirs is told by exactly the ranks of ours that ``Route.readers`` counts: what is read by nobody (a copy of a head)
+   is told by one, so that no rank of theirs waits for its lease.
+Both sides have pp 1, dcp 1, equal blocks and equal groups, and TP sizes of which one divides the other; replicated PCP
+on the producer needs nothing of the reader, because only the canonical replica publishes itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 import msgspec
 
-from kvconn.geometry import Region
+from kvconn.geometry import HeadShare, Region
 from kvconn.nixl.wire import AgentMetadata, KvconnAgent
 
-__all__ = ["Incompatible", "Plan", "RegionPair", "make_plan"]
+__all__ = ["Incompatible", "Plan", "RegionPair", "Route", "make_plan", "routes"]
+
+#: TP ranks of one side; every dividing pair up to it is tested, and it bounds what a peer's number makes us compute.
+MAX_TP: Final = 16
 
 
 class Incompatible(msgspec.Struct, frozen=True):
@@ -33,7 +41,7 @@ class Incompatible(msgspec.Struct, frozen=True):
 
 
 class RegionPair(msgspec.Struct, frozen=True):
-    """A region of ours and the peer's that fills it. Bytes; equal block lengths."""
+    """A region of ours, or a part of one, and where the peer has what fills it. Bytes; equal block lengths."""
 
     local: Region
     remote_base: int
@@ -56,19 +64,80 @@ class Plan(msgspec.Struct, frozen=True):
     seal_key: bytes = b""
 
 
-def make_plan(regions: Sequence[Region], block_size: int, theirs: AgentMetadata) -> Plan | Incompatible:
-    """The plan for equal geometry. ``block_size`` in tokens."""
-    problem = _differs(regions, block_size, theirs)
+class Route(msgspec.Struct, frozen=True):
+    """A rank of theirs that a rank of ours tells when it is done, and reads ``count`` heads of from ``first`` on.
+
+    ``count`` 0: it is told and not read. ``readers``: how many of our ranks tell it.
+    """
+
+    tp: int
+    first: int
+    count: int
+    readers: int
+    ours: HeadShare
+    theirs: HeadShare
+
+
+#: equal geometry at one rank: all of ours is all of theirs
+WHOLE: Final = Route(0, 0, 1, 1, HeadShare(0, 1), HeadShare(0, 1))
+
+
+def routes(kv_heads: int, tp: int, rank: int, their_tp: int) -> tuple[Route, ...] | Incompatible:
+    """The ranks of a peer of ``their_tp`` ranks that our ``rank`` of ``tp`` reads or tells, by their rank.
+
+    ``kv_heads``: of the whole model, 1 for a latent cache.
+    """
+    for size in (tp, their_tp):
+        if not 1 <= size <= MAX_TP:
+            return Incompatible("tp size", str(tp), str(their_tp), f"1 to {MAX_TP} ranks on either side")
+    if tp % their_tp and their_tp % tp:
+        return Incompatible("tp size", str(tp), str(their_tp), "one must divide the other")
+    ours = _shares(kv_heads, tp)
+    theirs = _shares(kv_heads, their_tp)
+    if ours is None or theirs is None:
+        hint = f"{kv_heads} KV heads and the TP size must divide one another on both sides"
+        return Incompatible("kv heads per rank", f"tp {tp}", f"tp {their_tp}", hint)
+    found: list[Route] = []
+    for source, share in enumerate(theirs):
+        readers = [r for r, mine in enumerate(ours) if _common(mine, share)[1]]
+        first, count = _common(ours[rank], share)
+        if rank in readers or (not readers and rank == source * tp // their_tp):
+            found.append(Route(source, first, count, max(1, len(readers)), ours[rank], share))
+    return tuple(found)
+
+
+def _shares(kv_heads: int, tp: int) -> list[HeadShare] | None:
+    shares = [HeadShare.of(kv_heads, tp, rank) for rank in range(tp)] if kv_heads >= 1 else []
+    known = [share for share in shares if share is not None]
+    return known if len(known) == tp else None
+
+
+def _common(ours: HeadShare, theirs: HeadShare) -> tuple[int, int]:
+    """First and number of the heads that the one reads of the other. Of copies, one: ours spread evenly over theirs."""
+    first = max(ours.first, theirs.first)
+    count = min(ours.first + ours.count, theirs.first + theirs.count) - first
+    if count <= 0 or ours.copy * theirs.copies // ours.copies != theirs.copy:
+        return first, 0
+    return first, count
+
+
+def make_plan(
+    regions: Sequence[Region], block_size: int, theirs: AgentMetadata, route: Route = WHOLE
+) -> Plan | Incompatible:
+    """What one rank of ours reads of the rank of theirs that ``route`` names. ``block_size`` in tokens."""
+    problem = _differs(regions, block_size, theirs, route)
     if problem is not None:
         return problem
-    pairs = tuple(
-        RegionPair(region, base, stride)
-        for region, base, stride in zip(regions, theirs.kv_caches_base_addr, theirs.block_strides, strict=True)
-    )
-    return Plan(pairs, theirs.num_blocks)
+    pairs: list[RegionPair] = []
+    for region, base, stride in zip(regions, theirs.kv_caches_base_addr, theirs.block_strides, strict=True):
+        head = region.length // route.ours.count
+        if route.count:
+            part = region.part((route.first - route.ours.first) * head, route.count * head)
+            pairs.append(RegionPair(part, base + (route.first - route.theirs.first) * head, stride))
+    return Plan(tuple(pairs), theirs.num_blocks, route.readers)
 
 
-def _differs(regions: Sequence[Region], block_size: int, theirs: AgentMetadata) -> Incompatible | None:
+def _differs(regions: Sequence[Region], block_size: int, theirs: AgentMetadata, route: Route) -> Incompatible | None:
     planned = "this version reads from peers of equal geometry"
     if theirs.dcp_size != 1:
         return Incompatible("dcp size", "1", str(theirs.dcp_size), planned)
@@ -83,11 +152,14 @@ def _differs(regions: Sequence[Region], block_size: int, theirs: AgentMetadata) 
         mine, other = next((a, b) for a, b in zip(names, theirs.region_names, strict=True) if a != b)
         return Incompatible("region name", mine, other, "layers are paired by name and order")
     for index, region in enumerate(regions):
-        if theirs.block_lens[index] != region.length:
+        head, odd = divmod(region.length, route.ours.count)
+        if odd or theirs.block_lens[index] != head * route.theirs.count:
             return Incompatible(
-                f"block length of {region.name}", f"{region.length} B", f"{theirs.block_lens[index]} B",
+                f"block length of {region.name}",
+                _length(region.length, route.ours),
+                _length(theirs.block_lens[index], route.theirs),
                 "dtype, head size or kv heads differ",
-            )  # fmt: skip
+            )
         if theirs.region_group_ids is not None and theirs.region_group_ids[index] != region.group:
             return Incompatible(
                 f"cache group of {region.name}", str(region.group), str(theirs.region_group_ids[index]), planned
@@ -98,3 +170,7 @@ def _differs(regions: Sequence[Region], block_size: int, theirs: AgentMetadata) 
                 f"blocks of {region.name}", str(theirs.num_blocks), str(blocks), "one pool size per peer"
             )
     return None
+
+
+def _length(length: int, share: HeadShare) -> str:
+    return f"{length} B" if share.count == 1 else f"{length} B for {share.count} heads"

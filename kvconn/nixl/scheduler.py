@@ -82,6 +82,8 @@ class NixlScheduler:
         self._sends: list[SendSpec] = []
         self._loads: list[LoadSpec] = []
         self._releases: list[RemoteRef] = []
+        #: references whose producer is being told: ranks that have not, and until when that is waited for
+        self._telling: dict[str, tuple[set[int], float]] = {}
         self._next_heartbeat = 0.0
         self._newcomers: list[str] = []
         self._fences = FenceSlots(kv_cache.num_blocks)
@@ -89,6 +91,7 @@ class NixlScheduler:
         self._lifted: list[int] = []
         self._seal_key = fresh_key()
         self._server: HandshakeServer | None = None
+        self._published: dict[tuple[int, int], bytes] = {}
 
     # -- consumer ------------------------------------------------------------------------------------------------
 
@@ -224,6 +227,10 @@ class NixlScheduler:
     def step(self, view: StepView, now: float) -> NixlStep:
         """Everything that happened since the last step, for the worker halves."""
         self._fences.step()
+        for id in [id for id, (_, until) in self._telling.items() if until <= now]:
+            del self._telling[id]
+        for ref in self._releases:
+            self._telling[ref.transfer_id] = set(self._ranks), now + self._settings.kvconn.handshake
         step = NixlStep(
             now,
             tuple(self._sends),
@@ -270,29 +277,66 @@ class NixlScheduler:
         self, sent: Iterable[str], received: Iterable[str], failed: Iterable[str], facts: Iterable[Fact]
     ) -> Emit:
         """Filter the engine's sets (veto, never originate)."""
-        emit = self._gate.reports(sent, received, failed, facts)
+        about = list(facts)
+        for fact in about:
+            if fact.state == "released":
+                self._told(fact)
+            elif fact.state == "failed" and self._is_open(fact):
+                self._loading.pop(fact.id, None)  # nobody wants it any more: its producer's lease may end
+        emit = self._gate.reports(sent, received, failed, [fact for fact in about if fact.state != "released"])
         for id in emit.received:
             self._loading.pop(id, None)
         for id in emit.sent:
             self._fences.close(id)
         return emit
 
+    def _is_open(self, fact: Fact) -> bool:
+        life = self.ledger.get(fact.id, fact.direction)
+        return life is not None and life.n == fact.n
+
+    def _told(self, fact: Fact) -> None:
+        """One rank has told a producer that nobody here reads this reference."""
+        owed, _ = self._telling.get(fact.id, (set[int](), 0.0))
+        owed.discard(fact.rank)
+        if not owed:
+            self._telling.pop(fact.id, None)
+
+    def needs_steps(self, now: float) -> bool:
+        """True while producers are still to be told to let go: their blocks would wait for the lease's end (C12)."""
+        return bool(self._releases) or any(until > now for _, until in self._telling.values())
+
     # -- handshake and the rest ----------------------------------------------------------------------------------
 
     def serve(self, metadata: Mapping[tuple[int, int], NixlHandshake]) -> None:
-        """Publish the serving workers' payloads. Raises ConfigError when the port is taken."""
-        key = self._seal_key
-        payloads = {rank: self._codec.with_seal_key(one.payload, key) for rank, one in metadata.items()}
-        if not payloads:
+        """Publish the serving workers' payloads, or the new ones of some. Raises ConfigError when the port is taken."""
+        if not metadata:
             return
+        for rank, one in metadata.items():
+            self._published[rank] = self._codec.with_seal_key(one.payload, self._seal_key)
         if self._server is not None:
-            self._server.replace(payloads)
+            self._server.replace(self._published)
         else:
-            self._server = HandshakeServer(self._config.host, self._config.port, payloads)
+            self._server = HandshakeServer(self._config.host, self._config.port, self._published)
+
+    def reset(self) -> bool:
+        """The engine forgets its cache, or its memory moves: no word of ours stands once the next step began. Who
+        reads meanwhile fails and computes; blocks that are held stay held until their lives end."""
+        self._lifted += self._fences.slots()
+        for id in self._fences.ids():
+            if self.ledger.get(id, "send") is None:
+                self._fences.close(id)
+        return True
 
     def explain(self, now: float) -> list[str]:
-        """One line per open life that is owed something."""
-        return [life.describe({(): "NixlConnector"}, now) for life in self.ledger.pending() if life.owed]
+        """One line per open life that is owed something, and per request that waits to be admitted."""
+        lines = [life.describe({(): "NixlConnector"}, now) for life in self.ledger.pending() if life.owed]
+        for id, one in list(self._incoming.items()):
+            if not one.consumed and one.ref is not None:
+                engine, host, port = one.ref.peer
+                beats = "heartbeats sent" if one.beating else "no heartbeat yet"
+                age = f"for {now - one.arrived:.1f} s"
+                lines.append(f"{id} waits to be admitted with KV at {engine}@{host}:{port}, {beats}, {age}")
+        return lines
 
     def shutdown(self) -> None:
         if self._server is not None:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import msgspec
 import zmq
 
+from kvconn.config import LIMITS
 from kvconn.errors import ConfigError
 from kvconn.nixl.peers import PeerKey
 from kvconn.nixl.wire import MAX_FRAME, MAX_REQUEST, encode_request, parse_request, parse_timestamp
@@ -84,7 +85,7 @@ class HandshakeServer:
     def close(self) -> None:
         """Stop and free the port. Idempotent."""
         self._stop.set()
-        self._thread.join(timeout=5)
+        self._thread.join(LIMITS.end_thread)
         self._context.term() if not self._thread.is_alive() else None
 
     def __repr__(self) -> str:
@@ -222,7 +223,7 @@ class HandshakeClient:
         self._stop.set()
         with contextlib.suppress(zmq.ZMQError):
             self._wake_out.send(b"", zmq.NOBLOCK)
-        self._thread.join(timeout=5)
+        self._thread.join(LIMITS.end_thread)
         self._wake_out.close()
         if not self._thread.is_alive():
             self._context.term()

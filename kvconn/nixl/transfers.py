@@ -32,6 +32,8 @@ class _Read:
     n: int
     deadline: float
     peer: tuple[str, str, int]
+    blocks: int
+    began: float
     posting: bool = True
     posted: bool = False
     handles: set[int] = field(default_factory=set)
@@ -47,10 +49,12 @@ class Reads:
         self._by_handle: dict[int, _Read] = {}
         self._errors: set[int] = set()
 
-    def begin(self, id: str, n: int, peer: tuple[str, str, int], deadline: float) -> None:
-        """A life arrived. It settles only after :meth:`posted_all` or :meth:`fail`."""
+    def begin(
+        self, id: str, n: int, peer: tuple[str, str, int], deadline: float, blocks: int = 0, now: float = 0.0
+    ) -> None:
+        """A life arrived. It settles only after :meth:`posted_all` or :meth:`fail`. ``blocks``: how many it fills."""
         assert id not in self._open, f"the scheduler half opened {id} twice"
-        self._open[id] = _Read(id, n, deadline, peer)
+        self._open[id] = _Read(id, n, deadline, peer, blocks, now)
 
     def posted(self, id: str, handle: int) -> None:
         """A handle of this life is under way."""
@@ -126,13 +130,36 @@ class Reads:
         return [
             (read.id, now - read.failed_at, read.failed)
             for read in self._open.values()
-            if read.failed is not None and read.failed_at is not None
+            if read.handles and read.failed is not None and read.failed_at is not None
         ]
+
+    def quarantined_blocks(self) -> int:
+        """Blocks of failed lives that are not quiet."""
+        return sum(read.blocks for read in self._open.values() if read.handles and read.failed is not None)
+
+    def explain(self, now: float) -> list[str]:
+        """One line per open life."""
+        lines = []
+        for read in list(self._open.values()):
+            engine, host, port = read.peer
+            left = f"{read.deadline - now:.1f} s to its deadline"
+            if read.handles and read.failed is not None and read.failed_at is not None:
+                left = f"in quarantine for {now - read.failed_at:.1f} s: {read.failed}"
+            stage = f"{len(read.handles)} reads" if read.posted else "handshake"
+            lines.append(
+                f"recv of {read.id} (life {read.n}) from {engine}@{host}:{port}: {stage}, {read.blocks} blocks, {left}"
+            )
+        return lines
 
     def life(self, id: str) -> int:
         """n of the open life of this id, 0 when none is open."""
         read = self._open.get(id)
         return 0 if read is None else read.n
+
+    def age(self, id: str, now: float) -> float:
+        """Seconds since the open life of this id began."""
+        read = self._open.get(id)
+        return 0.0 if read is None else now - read.began
 
     def ids(self) -> list[str]:
         """Ids of the open lives."""

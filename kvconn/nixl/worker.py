@@ -24,25 +24,24 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Literal, cast
 
-import msgspec
 import numpy as np
 
-from kvconn.base import Direction, Fact, FactState, KVCacheView, LayerView, TransferResults, WorkerFacts
-from kvconn.config import ConnectorConfig, NixlSettings
+from kvconn.base import Direction, Fact, FactState, KVCacheView, LayerView, Published, TransferResults, WorkerFacts
+from kvconn.config import LIMITS, ConnectorConfig, NixlSettings
 from kvconn.errors import ConfigError, PeerError, RequestError, TransportError
 from kvconn.geometry import RankRole, Region, regions_of
 from kvconn.metrics import Meter
 from kvconn.nixl.checks import Checks, Verdict
 from kvconn.nixl.fence import WORD, Fence, FenceWords, seal_fits
+from kvconn.nixl.handshake import admit, describe
 from kvconn.nixl.leases import Ended, SendLeases
 from kvconn.nixl.metadata import LoadSpec, NixlHandshake, NixlStep, SendSpec
 from kvconn.nixl.pairing import pair_blocks, ranges
 from kvconn.nixl.peers import Peer, PeerKey, Peers, PeerState, Work
-from kvconn.nixl.plan import Incompatible, Plan, make_plan
+from kvconn.nixl.plan import Plan
 from kvconn.nixl.sidechannel import HandshakeClient, HandshakeResult
 from kvconn.nixl.transfers import Reads
 from kvconn.nixl.wire import (
-    AgentMetadata,
     Done,
     Heartbeat,
     KvconnAgent,
@@ -64,11 +63,14 @@ SPIN = 200e-6
 EVICT_EVERY = 10.0
 #: transfer ids in one heartbeat: of the longest, they stay below wire.MAX_NOTIFICATION
 HEARTBEAT_IDS = 256
-MIN_KEY = 16
+#: characters of a reason that travel with a fact
+WHY_MAX = 500
+#: seconds until a NIXL agent that could not be made is tried again
+REOPEN = 1.0
 
 
 class NixlWorker:
-    """One rank. ``make_transport`` is called once, and only where this rank serves or reads."""
+    """One rank. ``make_transport`` is called where this rank serves or reads, and again when its agent is made anew."""
 
     def __init__(
         self,
@@ -105,6 +107,11 @@ class NixlWorker:
         self._looking: set[int] = set()
         self._warned_unfenced = False
         self._next_eviction = 0.0
+        self._quarantine_max = limits.quarantine_max or max(1, int(kv_cache.num_blocks * LIMITS.quarantine_share))
+        self._quarantined = 0
+        #: our agent was made anew and readers must be told; when to try again if it could not be
+        self._republish = False
+        self._reopen_at: float | None = None
         #: lives a replicated rank has only to acknowledge: request id -> n, until the next poll.
         self._replicated_pcp_done_sending: dict[str, int] = {}
         #: announced sends whose early notifications had completed them.
@@ -142,25 +149,8 @@ class NixlWorker:
         """What readers need of this rank; None where it serves nobody."""
         if self._fence is None or self._transport is None:
             return None
-        metadata = AgentMetadata(
-            engine_id=self._config.engine_id,
-            agent_metadata=self._transport.metadata(),
-            kv_caches_base_addr=[r.base for r in self._regions],
-            device_id=self._regions[0].device_id,
-            num_blocks=self._cache.num_blocks,
-            block_lens=[r.length for r in self._regions],
-            block_strides=[r.stride for r in self._regions],
-            kv_cache_layout="LBHNC",
-            block_size=self._cache.block_size,
-            region_num_blocks=[r.count for r in self._regions],
-            region_group_ids=[r.group for r in self._regions],
-            region_names=[r.name for r in self._regions],
-            region_mem_types=[r.mem_type for r in self._regions],
-            dcp_size=self._config.parallel.dcp,
-            pcp_size=self._config.parallel.pcp,
-            kvconn=KvconnAgent(self._fence.address, self._fence.size),
-        )
-        return NixlHandshake(self._codec.encode_payload(self._config, metadata))
+        fence = KvconnAgent(self._fence.address, self._fence.size)
+        return describe(self._config, self._cache, self._regions, self._codec, self._transport.metadata(), fence)
 
     # -- a step --------------------------------------------------------------------------------------------------
 
@@ -180,7 +170,7 @@ class NixlWorker:
         for key, transfer_ids in step.heartbeats:
             self._with_peer(key, now, partial(self._heartbeat, transfer_ids))
         for ref in step.releases:
-            self._with_peer(ref.peer, now, partial(self._release, ref))
+            self._with_peer(ref.peer, now, partial(self._let_go, ref))
 
     def _is_new(self, direction: Direction, n: int) -> bool:
         if n <= self._seen[direction]:
@@ -203,7 +193,8 @@ class NixlWorker:
         loads, self._pending_loads = self._pending_loads, []
         for load in loads:
             peer = load.ref.peer if load.ref is not None else ("", "", 0)
-            self._reads.begin(load.id, load.n, peer, now + self._settings.kvconn.read)
+            blocks = sum(map(len, load.local))
+            self._reads.begin(load.id, load.n, peer, now + self._settings.kvconn.read, blocks, now)
             if load.ref is None:
                 self._fail(load.id, load.refused or "no reference", now)
                 continue
@@ -215,10 +206,10 @@ class NixlWorker:
             self._client.start(key)
 
     def _post(self, load: LoadSpec, ref: RemoteRef, peer: Peer | None, why: str, now: float) -> None:
-        if self._reads.life(load.id) != load.n or self._transport is None:
+        if self._reads.life(load.id) != load.n:
             return  # failed while it waited for the handshake
-        if peer is None or peer.plan is None or peer.agent is None:
-            self._fail(load.id, why, now)
+        if peer is None or peer.plan is None or peer.agent is None or self._transport is None:
+            self._fail(load.id, why or "this rank has no NIXL agent", now)
             return
         try:
             self._admit(load, ref, peer, peer.plan)
@@ -235,7 +226,7 @@ class NixlWorker:
         except TransportError as err:
             if err.handle is not None:  # parts may be under way (F4)
                 self._under_way(load.id, err.handle, peer, 0, now)
-            self._fail(load.id, f"{peer.name}: {err}", now)
+            self._fail(load.id, f"peer {peer.name}, read: {err}", now)
 
     def _admit(self, load: LoadSpec, ref: RemoteRef, peer: Peer, plan: Plan) -> None:
         """May this reference be read at all? Arms its fence check. Raises RequestError."""
@@ -271,18 +262,21 @@ class NixlWorker:
 
     def _fail(self, id: str, why: str, now: float) -> None:
         """The result of this life is failure; its blocks stay until it is quiet."""
+        why = f"{why} (the load is {self._reads.age(id, now):.1f} s old)"
         if self._reads.fail(id, why, now):
-            self._say(id, "recv", self._reads.life(id), "failed")
+            self._say(id, "recv", self._reads.life(id), "failed", why[:WHY_MAX])
             self.meter.add("nixl_num_failed_transfers")
             log.warning("rank %d: load of %s failed: %s", self.role.rank, id, why)
 
-    def _say(self, id: str, direction: Direction, n: int, state: FactState) -> None:
-        self._facts.append(Fact(id, direction, n, self.role.rank, state))
+    def _say(self, id: str, direction: Direction, n: int, state: FactState, why: str = "") -> None:
+        self._facts.append(Fact(id, direction, n, self.role.rank, state, why=why))
 
     # -- the poll ------------------------------------------------------------------------------------------------
 
     def poll(self, now: float) -> TransferResults:
         """What finished on this rank since the last poll. Consumes (C5)."""
+        if self._reopen_at is not None and now >= self._reopen_at:
+            self._reopen(now)
         self._drain_notifications(now)
         self._drain_transfers(now)
         self._check_fences(now)
@@ -293,6 +287,7 @@ class NixlWorker:
         self._evict_peers(now)
         self._watch_quarantine(now)
         received, failed = self._settle()
+        self._gauge()
         return TransferResults(frozenset(sent), frozenset(received), frozenset(failed))
 
     def _drain_notifications(self, now: float) -> None:
@@ -341,7 +336,8 @@ class NixlWorker:
             self._read_word(id, now)
         else:
             self.meter.add("stale_reads")
-            self._fail(id, "the producer let go of these blocks before they were read (fence)", now)
+            engine, host, port = self._refs[id].peer
+            self._fail(id, f"peer {engine}@{host}:{port}, fence: it let go of these blocks before they were read", now)
 
     def _read_word(self, id: str, now: float) -> None:
         ref = self._refs[id]
@@ -358,7 +354,7 @@ class NixlWorker:
         except TransportError as err:
             if err.handle is not None:
                 self._under_way(id, err.handle, peer, 0, now)
-            self._fail(id, f"{peer.name}: fence: {err}", now)
+            self._fail(id, f"peer {peer.name}, fence: {err}", now)
         else:
             self._under_way(id, handle, peer, 0, now)
             self._looking.add(handle)
@@ -385,7 +381,7 @@ class NixlWorker:
         """ERR is a result, not quiet (F4): the handle is quiet once its peer is known to be gone."""
         peer = self._started[handle][0]
         why = self._transport.reason(handle) if self._transport is not None else ""
-        self._fail(self._reads.error(handle), f"a read from {peer.name} failed: {why}", now)
+        self._fail(self._reads.error(handle), f"peer {peer.name}, read: {why}", now)
 
     def _watch_quarantine(self, now: float) -> None:
         held = self._reads.quarantined(now)
@@ -395,8 +391,18 @@ class NixlWorker:
             if peer.agent is not None and self._transport.peer_gone(peer.agent):
                 self._lose(peer)
         oldest = max((age for _, age, _ in self._reads.quarantined(now)), default=0.0)
-        if oldest > self._settings.kvconn.quarantine_age and not self.role.serves:
-            self._recreate(now)
+        blocks = self._reads.quarantined_blocks()
+        if oldest > self._settings.kvconn.quarantine_age:
+            self._recreate(f"quarantine is {oldest:.1f} s old", now)
+        elif blocks > self._quarantine_max:
+            self._recreate(f"{blocks} blocks are in quarantine, at most {self._quarantine_max} may be", now)
+
+    def _gauge(self) -> None:
+        """Blocks in quarantine, as changes: counters add up to what there is now."""
+        blocks = self._reads.quarantined_blocks()
+        if blocks != self._quarantined:
+            self.meter.add("quarantined_blocks", blocks - self._quarantined)
+            self._quarantined = blocks
 
     def _lose(self, peer: Peer) -> None:
         """The connection failed and its ERR handles are quiet. When nothing is posted any more the peer is forgotten,
@@ -420,11 +426,12 @@ class NixlWorker:
         except TransportError as err:
             log.warning("rank %d: cannot remove %s: %s", self.role.rank, peer.name, err)
 
-    def _recreate(self, now: float) -> None:
-        """Bound the quarantine: after our agent is destroyed nothing lands (C7, F1). Fails this rank's transfers."""
+    def _recreate(self, why: str, now: float) -> None:
+        """Bound the quarantine: after our agent is destroyed nothing lands (C7, F1). Fails this rank's transfers; who
+        reads from it fails too, and finds the new agent at its next handshake."""
         if self._transport is None:
             return
-        log.error("rank %d: quarantine is over age, making a new NIXL agent; %r", self.role.rank, self._reads)
+        log.error("rank %d: %s: making a new NIXL agent; %r", self.role.rank, why, self._reads)
         self.meter.add("agent_recreations")
         self._transport.close()
         for id in self._reads.ids():
@@ -434,14 +441,26 @@ class NixlWorker:
         self._looking.clear()
         for peer in self._peers.clear():
             peer.failed("the NIXL agent was made anew", now)
-        self._open_transport()
+        self._transport = None
+        self._reopen(now)
+
+    def _reopen(self, now: float) -> None:
+        """Make the new agent; while that fails loads do too, and it is tried again."""
+        try:
+            self._open_transport()
+        except TransportError as err:
+            if self._transport is not None:
+                self._transport.close()  # made, but without its memory: it holds threads and sockets
+            self._transport, self._reopen_at = None, now + REOPEN
+            log.error("rank %d: no new NIXL agent, next try in %g s: %s", self.role.rank, REOPEN, err)
+        else:
+            self._reopen_at, self._republish = None, self.role.serves
 
     def _overdue(self, id: str, now: float) -> None:
-        ref = self._refs.get(id)
-        peer = self._peers.get(ref.peer) if ref is not None else None
+        peer = self._peers.get(self._refs[id].peer) if id in self._refs else None
         stage = "handshake" if peer is None or peer.agent is None else "read"
-        whom = peer.name if peer is not None else "unknown peer"
-        self._fail(id, f"{whom}: {stage} not done after {self._settings.kvconn.read:g} s", now)
+        whom = peer.name if peer is not None else "unknown"
+        self._fail(id, f"peer {whom}, {stage}: not done after {self._settings.kvconn.read:g} s", now)
 
     def _drain_handshakes(self, now: float) -> None:
         if self._client is None:
@@ -464,21 +483,18 @@ class NixlWorker:
     def _load_peer(self, peer: Peer, result: HandshakeResult) -> tuple[str, Plan]:
         """Check first, load last: a peer that fails leaves nothing behind."""
         if result.payload is None or self._transport is None:
-            raise PeerError(peer.name, "handshake", result.why)
-        payload = self._codec.decode_payload(result.payload, peer.name)
-        if self._settings.enforce_handshake_compat:
-            self._codec.check(self._config, payload, peer.name)
-        metadata = self._codec.decode_metadata(payload, peer.name)
-        if metadata.engine_id != peer.key[0]:
-            raise PeerError(peer.name, "handshake", f"the engine there is now {metadata.engine_id}")
-        plan = make_plan(self._regions, self._cache.block_size, metadata)
-        if isinstance(plan, Incompatible):
-            raise PeerError(peer.name, "plan", str(plan))
-        key = payload.kvconn.seal_key if payload.kvconn is not None else b""
-        if metadata.kvconn is not None and len(key) < MIN_KEY:
-            raise PeerError(peer.name, "handshake", f"a fence without a seal key of at least {MIN_KEY} bytes")
-        plan = msgspec.structs.replace(plan, fence=metadata.kvconn, seal_key=key)
-        return self._transport.add_peer(metadata.agent_metadata), plan
+            raise PeerError(peer.name, "handshake", result.why or "this rank has no NIXL agent")
+        blob, plan = admit(
+            result.payload,
+            peer.key,
+            peer.name,
+            self._config,
+            self._regions,
+            self._cache.block_size,
+            self._codec,
+            self._settings.enforce_handshake_compat,
+        )
+        return self._transport.add_peer(blob), plan
 
     def _evict_peers(self, now: float) -> None:
         """Bound the peer table (C7). Only peers under which nothing is posted go (C6)."""
@@ -530,6 +546,11 @@ class NixlWorker:
         readers = peer.plan.readers if peer is not None and peer.plan is not None else 1
         self._notify(peer, encode_done(ref.transfer_id, readers))
 
+    def _let_go(self, ref: RemoteRef, peer: Peer | None, why: str, now: float) -> None:
+        """Of a reference that nobody here reads; our scheduler half keeps the engine stepping until this."""
+        self._release(ref, peer, why, now)
+        self._say(ref.transfer_id, "recv", 0, "released")
+
     def _heartbeat(self, transfer_ids: tuple[str, ...], peer: Peer | None, why: str, now: float) -> None:
         for start in range(0, len(transfer_ids), HEARTBEAT_IDS):
             self._notify(peer, encode_heartbeats(transfer_ids[start : start + HEARTBEAT_IDS]))
@@ -549,11 +570,20 @@ class NixlWorker:
     # -- the rest ------------------------------------------------------------------------------------------------
 
     def take_facts(self) -> WorkerFacts | None:
-        """The facts behind the sets of the last poll, and failures known since."""
-        if not self._facts:
+        """The facts behind the sets of the last poll, failures known since, and our metadata when it is new."""
+        published: tuple[Published, ...] = ()
+        mine = self.handshake() if self._republish else None
+        if mine is not None:
+            self._republish = False
+            published = (Published(self.role.coords.pp, self.role.coords.tp, mine.payload),)
+        if not self._facts and not published:
             return None
-        facts, self._facts = WorkerFacts(tuple(self._facts)), []
+        facts, self._facts = WorkerFacts(tuple(self._facts), published), []
         return facts
+
+    def explain(self, now: float) -> list[str]:
+        """One line per held send and per open load."""
+        return self._leases.explain(now) + self._reads.explain(now)
 
     def shutdown(self) -> None:
         """Takes every word down, then destroys the agent: nothing of ours may land after this returns (F1)."""

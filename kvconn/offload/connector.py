@@ -111,7 +111,7 @@ class OffloadingConnector(KVConnector):
         return self.scheduler.reset()
 
     def explain(self, now: float) -> list[str]:
-        return self.scheduler.explain(now)
+        return self.scheduler.explain(now) if self.role is ConnectorRole.SCHEDULER else []
 
     # -- worker half ---------------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from kvconn.config import LIMITS
 from kvconn.offload.jobs import JobTable, Number
 from kvconn.offload.runner import Runner
 from kvconn.offload.tiers.base import MAX_KEY, SecondaryTier
@@ -20,7 +21,6 @@ from kvconn.offload.tiers.base import MAX_KEY, SecondaryTier
 __all__ = ["Lookups"]
 
 THREADS = 2
-_END = 1.0
 
 
 class _Question(msgspec.Struct, frozen=True):
@@ -89,7 +89,7 @@ class Lookups:
     def close(self) -> None:
         """Stop asking. Idempotent."""
         if self._runner is not None:
-            self._runner.close(_END)
+            self._runner.close(LIMITS.end_disk)
         for tier in self._tiers:
             tier.close()
 

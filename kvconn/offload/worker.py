@@ -27,9 +27,10 @@ from functools import partial
 from typing import Any, TypeVar
 
 from kvconn.base import Fact, KVCacheView, LayerView, TransferResults, WorkerFacts
-from kvconn.config import OffloadSettings
+from kvconn.config import LIMITS, OffloadSettings
 from kvconn.errors import ConfigError
 from kvconn.geometry import RankRole, Region, regions_of
+from kvconn.ledger import Child
 from kvconn.metrics import Meter
 from kvconn.offload.jobs import Ended, JobTable, Number
 from kvconn.offload.metadata import GONE, JOBS, Fetch, Hold, Load, OffloadStep, Save, Store
@@ -43,12 +44,8 @@ log = logging.getLogger("kvconn.offload")
 
 T = TypeVar("T")
 
-#: seconds that a step waits for a copy of one block which another thread has begun
-FLUSH_WAIT = 1.0
 #: seconds between two log lines about a tier that fails
 COMPLAIN_EVERY = 60.0
-_END = 10.0
-_END_DISK = 1.0
 
 
 class _Loading:
@@ -87,7 +84,8 @@ class OffloadWorker:
         self._copies: JobTable[tuple[int, tuple[int, ...]]] = JobTable(kv_cache.num_blocks, attached=True)
         self._saves: JobTable[Save] = JobTable(self._limits.saves_max, attached=False)
         self._fetches: JobTable[Fetch] = JobTable(self._limits.fetches_max, attached=False)
-        self._runners: list[tuple[Runner[Any], float]] = []
+        self._copying: list[Runner[Any]] = []
+        self._on_disk: list[Runner[Any]] = []
         self._store_runner: Runner[Store] | None = None
         #: jobs not answered yet: n -> name
         self._names: dict[int, str] = {}
@@ -121,10 +119,12 @@ class OffloadWorker:
         self.tier = HostTier(self._slots, self._block_bytes)
         name = f"kvconn-offload-{self.role.rank}"
         self._store_runner = Runner(f"{name}-store", 1, self._stores, self._store)
-        self._runners = [(self._store_runner, _END), (Runner(f"{name}-load", 1, self._copies, self._load), _END)]
+        self._copying = [self._store_runner, Runner(f"{name}-load", 1, self._copies, self._load)]
         if self._tiers:
-            self._runners.append((Runner(f"{name}-save", 1, self._saves, self._save), _END_DISK))
-            self._runners.append((Runner(f"{name}-fetch", 2, self._fetches, self._fetch), _END_DISK))
+            self._on_disk = [
+                Runner(f"{name}-save", 1, self._saves, self._save),
+                Runner(f"{name}-fetch", 2, self._fetches, self._fetch),
+            ]
 
     # -- a step --------------------------------------------------------------------------------------------------
 
@@ -134,7 +134,7 @@ class OffloadWorker:
             job = self._stores.claim((n, 0))
             if job is not None and self._store_runner is not None:
                 self._store_runner.run((n, 0), job)
-            elif not self._stores.wait((n, 0), FLUSH_WAIT):
+            elif not self._stores.wait((n, 0), LIMITS.flush):
                 self.meter.add("offload_stores_torn")
 
     def bind(self, step: OffloadStep, now: float) -> None:
@@ -218,9 +218,9 @@ class OffloadWorker:
     def _answer(self, n: int, fine: bool) -> None:
         self._say(self._names.pop(n), "send", n, fine, JOBS)
 
-    def _say(self, id: str, direction: Any, n: int, fine: bool, child: tuple[int, ...] = ()) -> None:
+    def _say(self, id: str, direction: Any, n: int, fine: bool, child: Child = (), why: str = "") -> None:
         if not fine:
-            self._facts.append(Fact(id, direction, n, self.role.rank, "failed", child))
+            self._facts.append(Fact(id, direction, n, self.role.rank, "failed", child, why))
         self._facts.append(Fact(id, direction, n, self.role.rank, "done" if fine else "quiet", child))
 
     def _measure(self, what: str, ended: Ended) -> None:
@@ -232,7 +232,8 @@ class OffloadWorker:
         over = [loading for loading in self._loading.values() if loading.left == 0]
         for loading in over:
             del self._loading[loading.load.n]
-            self._say(loading.load.id, "recv", loading.load.n, not loading.failed)
+            why = "its blocks left the host tier" if loading.load.lost else "not copied from the host tier in time"
+            self._say(loading.load.id, "recv", loading.load.n, not loading.failed, why=why)
         failed = frozenset(loading.load.id for loading in over if loading.failed)
         return frozenset(loading.load.id for loading in over), failed
 
@@ -311,13 +312,13 @@ class OffloadWorker:
 
     def shutdown(self) -> None:
         """Stop the threads, then unmap. Idempotent."""
-        copying_ended = True
-        for runner, seconds in self._runners:
-            copying_ended &= runner.close(seconds) or seconds == _END_DISK
-        self._runners = []
+        ended = [runner.close(LIMITS.end_thread) for runner in self._copying]
+        for runner in self._on_disk:
+            runner.close(LIMITS.end_disk)
+        self._copying, self._on_disk = [], []
         for tier in self._tiers:
             tier.close()
-        if self.tier is not None and copying_ended:
+        if self.tier is not None and all(ended):
             self.tier.close()
             self.tier = None
 

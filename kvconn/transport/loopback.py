@@ -231,6 +231,23 @@ class LoopbackNet:
         }
         return sorted(hit)
 
+    def reading(self, agent: str, address: int, length: int) -> list[int]:
+        """Handles, released ones too, that still have something to read there in the memory of ``agent``."""
+        hit = {
+            f.read.handle
+            for f in self._flights
+            if isinstance(f, _Part)
+            and f.read.link.peer == agent
+            and f.remote < address + length
+            and address < f.remote + f.length
+        }
+        return sorted(hit)
+
+    def writes(self, agent: str) -> list[tuple[int, int]]:
+        """Every (address, length) in the memory of ``agent`` that something under way will be written to."""
+        parts = (f for f in self._flights if isinstance(f, _Part) and f.read.link.reader.name == agent)
+        return [(part.local, part.length) for part in parts]
+
     # -- faults
 
     def stop(self, agent: str) -> None:
@@ -240,6 +257,12 @@ class LoopbackNet:
     def cont(self, agent: str) -> None:
         """SIGCONT."""
         self._stopped.discard(agent)
+
+    def heal(self) -> None:
+        """Everybody continues, and no ordered fault waits. What is lost stays lost."""
+        self._stopped.clear()
+        self._to_raise.clear()
+        self.fates.clear()
 
     def kill(self, agent: str) -> None:
         """SIGKILL: nothing read from it or by it lands any more. Its readers hear of it when that news arrives."""

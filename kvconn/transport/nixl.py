@@ -31,6 +31,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from kvconn.config import LIMITS
 from kvconn.errors import TransportError
 from kvconn.transport import blame
 from kvconn.transport.base import Descs, HandleState, MemoryRegion, MemType, Progress, Transport
@@ -55,7 +56,6 @@ TROUBLE_PAUSE: Final = 50e-3
 #: more notifications than this are not kept: a peer must not fill our memory (C9).
 MAX_NOTIFICATIONS: Final = 65536
 #: how long close() waits for the pump, which is at most one progress call away from seeing the flag.
-JOIN_TIMEOUT: Final = 10.0
 
 #: the memory type of each descriptor list in a blob. NIXL 1.5 indexes an array with it, unchecked (SIGSEGV).
 _MEM_TYPES: Final = re.compile(rb"nixl[SB]DList\|t\x04\0{7}(.{4})", re.DOTALL)
@@ -365,7 +365,7 @@ class NixlTransport(Transport):
         """
         self._closing = True
         if self._pump is not None and self._pump is not threading.current_thread():
-            self._pump.join(JOIN_TIMEOUT)
+            self._pump.join(LIMITS.end_thread)
         with self._gate:
             if self._agent is None:
                 return

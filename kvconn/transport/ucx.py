@@ -16,11 +16,11 @@ import sys
 import threading
 from typing import Final
 
+from kvconn.config import LIMITS
+
 __all__ = ["cma_usable", "prepare_ucx_env"]
 
 log = logging.getLogger(__name__)
-
-PROBE_TIMEOUT: Final = 10.0
 
 #: run twice, as two processes that are no relatives of each other but siblings, like P and D on one host. The target
 #: allows itself to be read, as UCX's own processes do under a Yama policy.
@@ -46,15 +46,16 @@ else:
 def cma_usable() -> bool:
     """Whether one process here may read another's memory (``process_vm_readv``).
 
-    Containers and sandboxes may refuse it. UCX asks only whether a process may read itself, then takes the refusal as
-    fatal and aborts the process in the first transfer. Asked once per process; it costs two short-lived pythons.
+    Containers and sandboxes may refuse it. UCX asks only whether a process may read itself; where that is allowed and
+    others are refused, it takes the refusal as fatal and aborts the process in the first transfer. Asked once per
+    process; it costs two short-lived pythons.
     """
     command = [sys.executable, "-I", "-S", "-c", _CMA_PROBE]
     try:
         with subprocess.Popen(
             [*command, "target"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
         ) as target:
-            guard = threading.Timer(PROBE_TIMEOUT, target.kill)
+            guard = threading.Timer(LIMITS.probe, target.kill)
             guard.daemon = True
             guard.start()
             try:
@@ -62,7 +63,7 @@ def cma_usable() -> bool:
                 if len(where) != 2:
                     return False
                 reader = subprocess.run(
-                    [*command, "reader", *where], timeout=PROBE_TIMEOUT, check=False, stderr=subprocess.DEVNULL
+                    [*command, "reader", *where], timeout=LIMITS.probe, check=False, stderr=subprocess.DEVNULL
                 )
                 return reader.returncode == 0
             finally:

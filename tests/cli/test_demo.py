@@ -48,7 +48,14 @@ def assert_sound(code: int, told: dict, total: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [("--mode", "content-addressed"), ("--mode", "transformer", "--ucx-tls", "tcp")], ids=" ".join
+    "options",
+    [
+        ("--mode", "content-addressed"),
+        ("--mode", "transformer", "--ucx-tls", "tcp"),
+        ("--kv", "gqa"),
+        ("--kv", "gqa", "--mode", "content-addressed"),
+    ],
+    ids=" ".join,
 )
 def test_a_small_demo_is_sound(options):
     code, told = kvconn("demo", *SMALL, *options)

@@ -7,9 +7,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -17,68 +16,23 @@ import pytest
 
 from kvconn.base import FinishReason
 from kvconn.config import ParallelConfig
-from kvconn.engine.client import EngineProcess, EngineRequest, Finished, FirstToken
+from kvconn.engine.client import EngineProcess, EngineRequest, FirstToken
 from kvconn.engine.config import EngineConfig, ModelSpec, check
 from kvconn.errors import ConfigError, EngineDeadError
 from kvconn.params import RemoteRef, fresh_transfer_id, to_params
 from tests.engine.driving import unique_tokens
+from tests.engine.pairs import CONTENT, SECONDS, Starter, alive, assert_all_end, ends, prefilled, starting
 from tests.support import NIXL_CONSUMER, NIXL_PRODUCER, free_port, multi, offload_hold, wait_until
 
-SECONDS = 30.0
-CONTENT = ModelSpec(mode="content-addressed", n_layers=2)
 TRANSFORMER = ModelSpec(n_layers=2, d_model=32, n_heads=2, d_ff=64)
 MODES = pytest.mark.parametrize("model", [CONTENT, TRANSFORMER], ids=["content-addressed", "transformer"])
-Start = Callable[..., EngineProcess]
-
-
-def alive(pid: int) -> bool:
-    """True while the process runs; a zombie has ended."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return stat.rpartition(")")[2].split()[0] not in "ZX"
-
-
-def assert_all_end(pids: Iterable[int]) -> None:
-    pids = list(pids)
-    wait_until(lambda: not any(map(alive, pids)), SECONDS, f"processes {pids} end")
+Start = Starter
 
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Start an engine; all of a test's are shut down at its end, and none of their processes may be left."""
-    made: list[EngineProcess] = []
-    pids: list[int] = []
-
-    def start(name: str = "E", *, pcp: int = 1, transfer: dict[str, Any] | None = None, **sizes: Any) -> EngineProcess:
-        sizes = dict[str, Any](num_blocks=64, block_size=8, model=CONTENT) | sizes
-        parallel = ParallelConfig(pcp=pcp)
-        config = EngineConfig(
-            name=name, parallel=parallel, kv_transfer_config=transfer, port=free_port(), start_timeout=SECONDS, **sizes
-        )
-        engine = EngineProcess(config)
-        made.append(engine)
-        engine.start()
-        own = [engine.pid, *engine.worker_pids]
-        pids.extend(own)
-        assert len(own) == 1 + pcp and all(map(alive, own))
-        return engine
-
-    yield start
-    for engine in made:
-        engine.shutdown()
-    assert_all_end(pids)
-
-
-def ends(engine: EngineProcess, *ids: str) -> dict[str, Finished]:
-    """Poll until all of ``ids`` have ended."""
-    done: dict[str, Finished] = {}
-    deadline = time.monotonic() + SECONDS
-    while not done.keys() >= set(ids):
-        assert time.monotonic() < deadline, f"only {sorted(done)} of {ids} ended; {engine.stats()}"
-        done |= {event.id: event for event in engine.poll(0.2) if isinstance(event, Finished)}
-    return done
+    with starting() as starter:
+        yield starter
 
 
 def poll_until_dead(engine: EngineProcess, seconds: float = SECONDS) -> str:
@@ -304,14 +258,6 @@ def consumer(policy: str = "fail", **limits: float) -> dict[str, Any]:
     return NIXL_CONSUMER | {"kv_load_failure_policy": policy, "kv_connector_extra_config": {"kvconn": limits}}
 
 
-def prefilled(engine: EngineProcess, id: str, prompt: tuple[int, ...]) -> dict[str, Any]:
-    """Compute a prompt on the producer. Returns the params for a consumer."""
-    engine.submit(EngineRequest(id, prompt, 1, {"do_remote_decode": True}))
-    end = ends(engine, id)[id]
-    assert end.reason is FinishReason.LENGTH and end.kv_transfer_params is not None
-    return end.kv_transfer_params
-
-
 def params_of_nobody(n_tokens: int) -> dict[str, Any]:
     """A reference to an engine on a port where nobody listens."""
     blocks = (tuple(range(-(-n_tokens // 8))),)
@@ -355,7 +301,9 @@ class TestPair:
         decode = start("D", transfer=consumer("fail", handshake=0.3))
         decode.submit(EngineRequest("a", unique_tokens("a", 20), 4, params_of_nobody(20)))
         end = ends(decode, "a")["a"]
-        assert (end.reason, end.error, end.tokens) == (FinishReason.ERROR, "KV load failed", ())
+        assert (end.reason, end.tokens) == (FinishReason.ERROR, ())
+        assert end.error is not None and end.error.startswith("KV load failed: peer nobody@127.0.0.1:")
+        assert "handshake" in end.error
         assert decode.drain(SECONDS), decode.stats()
 
     def test_a_producer_that_is_not_there_is_made_up_for_under_recompute(self, start: Start) -> None:

@@ -121,9 +121,12 @@ class Shelf(KVConnector):
 
 
 class Engine:
-    """One worker and one scheduler, in this process."""
+    """One worker and one scheduler, in this process; closed when its test ends."""
+
+    made: ClassVar[list[Engine]] = []
 
     def __init__(self) -> None:
+        self.made.append(self)
         raw: dict[str, Any] = {
             "kv_connector": "Shelf",
             "kv_role": "kv_both",
@@ -164,6 +167,13 @@ class Engine:
 
     def read(self, block: int) -> dict[str, bytes]:
         return {n: ctypes.string_at(v.address + block * v.stride, v.length) for n, v in self.half.layers.items()}
+
+
+@pytest.fixture(autouse=True)
+def closed() -> Iterator[None]:
+    yield
+    while Engine.made:
+        Engine.made.pop().worker.close()
 
 
 BEGIN = ["preemptions", "bind"]

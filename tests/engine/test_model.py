@@ -19,7 +19,15 @@ from kvconn.engine.scheduler import Scheduled, Scheduler
 from tests.engine.driving import Solo, unique_tokens
 
 SMALL = ModelSpec(n_layers=2, d_model=32, n_heads=2, d_ff=64)
+GROUPED = ModelSpec(n_layers=2, d_model=32, n_heads=4, d_ff=64, kv="gqa", n_kv_heads=2)
 CONTENT = ModelSpec(mode="content-addressed", n_layers=2)
+CONTENT_HEADS = ModelSpec(mode="content-addressed", n_layers=2, kv="gqa", n_kv_heads=4)
+MODELS = {
+    "transformer": SMALL,
+    "transformer-gqa": GROUPED,
+    "content-addressed": CONTENT,
+    "content-addressed-gqa": CONTENT_HEADS,
+}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -62,8 +70,8 @@ class Run:
         raise AssertionError("not done in 500 steps")
 
     def kv(self, id: str, n_tokens: int) -> torch.Tensor:
-        """The KV of a request's first tokens, ``[layers, tokens, row]``."""
-        layers = [cache[self.tables[id]].reshape(-1, self.config.model.row)[:n_tokens] for cache in self.model.caches]
+        """The KV of a request's first tokens, ``[layers, tokens, heads, channels]``."""
+        layers = [cache[self.tables[id]].transpose(1, 2).flatten(0, 1)[:n_tokens] for cache in self.model.caches]
         return torch.stack(layers).clone()
 
     def assert_same_kv(self, other: Run, id: str, n_tokens: int) -> None:
@@ -86,7 +94,7 @@ def asks(id: str, prompt: Iterable[int], max_tokens: int = 6) -> EngineRequest:
 PROMPTS = {"a": unique_tokens("a", 23), "b": unique_tokens("b", 9), "c": unique_tokens("c", 31)}
 
 
-@pytest.fixture(scope="module", params=[SMALL, CONTENT], ids=["transformer", "content-addressed"])
+@pytest.fixture(scope="module", params=list(MODELS.values()), ids=list(MODELS))
 def model(request: pytest.FixtureRequest) -> ModelSpec:
     spec: ModelSpec = request.param
     return spec
@@ -165,7 +173,7 @@ class TestTransformer:
         one, two = Run(SMALL), Run(SMALL)
         one.generate(asks("a", [1, 2, 3, 4], 1))
         two.generate(asks("a", [9, 2, 3, 4], 1))
-        difference = (one.kv("a", 4) - two.kv("a", 4)).abs().amax(dim=-1)
+        difference = (one.kv("a", 4) - two.kv("a", 4)).abs().amax(dim=(-2, -1))
         assert torch.equal(difference[0, 1:], torch.zeros(3, dtype=torch.float64)), "the first layer sees no context"
         assert (difference[1] > 1e-6).all()
 
@@ -201,7 +209,7 @@ class TestContentAddressed:
         model, last, tokens = decoding
         good = self.read(model, last)
         block = last.blocks[position // 4]
-        model.caches[layer][block, position % 4].view(torch.uint8)[byte] ^= 1
+        model.caches[layer][block, 0, position % 4].view(torch.uint8)[byte] ^= 1
         assert self.read(model, last) != good
         assert model.first_wrong(last, tokens) == (layer, block, position)
 
@@ -219,7 +227,7 @@ class TestContentAddressed:
     ) -> None:
         model, last, tokens = decoding
         good = self.read(model, last)
-        model.caches[0][9, [1, 2]] = model.caches[0][9, [2, 1]]
+        model.caches[0][9, 0, [1, 2]] = model.caches[0][9, 0, [2, 1]]
         assert self.read(model, last) != good
         assert model.first_wrong(last, tokens) == (0, 9, 9)
 
@@ -243,6 +251,16 @@ class TestContentAddressed:
         assert self.read(model, last) != good
         assert model.first_wrong(last, tokens) == (0, 9, 8)
 
+    def test_heads_swapped_change_the_token_and_are_named(self) -> None:
+        model = ContentAddressed(EngineConfig(name="content", model=CONTENT_HEADS, num_blocks=4, block_size=4))
+        prefill = Scheduled("a", 0, 3, 0, (5, 6, 7), (2,), sample=False, decode=False)
+        model.forward([prefill], ignore, ignore)
+        last = Scheduled("a", 3, 1, 3, (8,), (2,), sample=True, decode=True)
+        good = self.read(model, last)
+        model.caches[1][2, [0, 3]] = model.caches[1][2, [3, 0]]
+        assert self.read(model, last) != good
+        assert model.first_wrong(last, [5, 6, 7, 8]) == (1, 2, 0)
+
     def test_an_untouched_block_is_named(self, decoding: tuple[ContentAddressed, Scheduled, list[int]]) -> None:
         model, last, tokens = decoding
         self.read(model, last)
@@ -254,7 +272,7 @@ class TestContentAddressed:
     ) -> None:
         model, last, _ = decoding
         good = self.read(model, last)
-        model.caches[0][4, 2:] = 1.5
+        model.caches[0][4, 0, 2:] = 1.5
         model.caches[0][5] = 1.5
         assert self.read(model, last) == good
 
@@ -281,7 +299,9 @@ def test_split_is_contiguous_and_near_equal(n: int, parts: int) -> None:
 
 
 def test_make_model_makes_what_the_mode_names() -> None:
-    for spec, kind in ((SMALL, Transformer), (CONTENT, ContentAddressed)):
+    for spec, kind in zip(MODELS.values(), (Transformer, Transformer, ContentAddressed, ContentAddressed), strict=True):
         made = make_model(EngineConfig(name="m", model=spec, num_blocks=4), Solo())
         assert isinstance(made, kind)
-        assert [tuple(cache.shape) for cache in made.caches] == [(4, 16, spec.row)] * spec.n_layers
+        assert [tuple(cache.shape) for cache in made.caches] == [
+            (4, spec.cache_heads, 16, spec.channels)
+        ] * spec.n_layers

@@ -289,7 +289,9 @@ class TestAdmission:
         assert ending.error == (
             f"request refused: {prompt} prompt and {max_tokens} new tokens: expected 1.. and at most 16"
         )
-        assert connector.named("new") == [] and not bench.scheduler.has_work()
+        # whoever holds KV for it hears that nobody will read it
+        assert connector.named("finished") == [("finished", "a", ((),), FinishReason.ERROR)]
+        assert not bench.scheduler.has_work()
 
     def test_what_just_fits_runs_alone_to_its_end(self) -> None:
         bench = Bench(num_blocks=4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from kvconn.base import (
@@ -21,6 +22,13 @@ from kvconn.base import (
 from kvconn.config import ConnectorConfig
 
 
+@dataclass(frozen=True)
+class Published(HandshakeMetadata):
+    """What a fake child publishes."""
+
+    what: str
+
+
 class FakeChild(KVConnector):
     """A bare connector: sets only, no facts. Its extra config says what its scheduler half answers.
 
@@ -32,7 +40,7 @@ class FakeChild(KVConnector):
         self.role = role
         self.told: dict[str, Any] = config.kv_transfer.kv_connector_extra_config
         self.config = config
-        self.calls: list[tuple[str, Any]] = []
+        self.calls: list[tuple[Any, ...]] = []
         self.vetoes = False
         self._next: list[set[str]] = [set(), set(), set()]
         self._vetoed: set[str] = set()
@@ -42,11 +50,11 @@ class FakeChild(KVConnector):
             kept |= set(ids.split())
 
     def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> tuple[int | None, bool]:
-        self.calls.append(("match", request.id))
+        self.calls.append(("match", request.id, num_computed_tokens))
         return self.told.get("match", 0), self.told.get("asynchronous", True)
 
     def update_state_after_alloc(self, request: RequestView, blocks: KVBlocks, num_external_tokens: int) -> None:
-        self.calls.append(("alloc", num_external_tokens))
+        self.calls.append(("alloc", num_external_tokens, blocks.hashed))
 
     def build_connector_meta(self, step: StepView) -> ConnectorMetadata:
         return ConnectorMetadata()
@@ -71,7 +79,8 @@ class FakeChild(KVConnector):
         return self.told.get("count")
 
     def get_handshake_metadata(self) -> HandshakeMetadata | None:
-        return HandshakeMetadata() if self.told.get("publish") else None
+        what = self.told.get("publish")
+        return None if what is None else Published(what)
 
     def set_handshake_metadata(self, metadata: Any) -> None:
         self.calls.append(("handshake", dict(metadata)))

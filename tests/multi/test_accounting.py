@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvconn.base import KVConnector, RequestView, StepView
+from kvconn.base import FinishReason, KVConnector, RequestView, StepView
 from kvconn.metrics import Stats
 from kvconn.multi.connector import MultiConnector
 from kvconn.testing.holding import HoldingConnector
@@ -95,11 +95,13 @@ def test_metadata_that_repeats_an_id_changes_nothing(shape: str, poll: str) -> N
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_report_before_the_announcement_counts_when_it_comes(shape: str) -> None:
     side = Side("p", SHAPES[shape], pcp=2)
+    side.scheduler.on_new_request(_view("a"))
+    side.step()
     for rank in range(2):
         say(side, rank, "a")
     side.step()
     assert side.sent == [] and [result[0] for result in side.rank_results] == [set(), set()]
-    side.prefill("a", [1], 1)
+    assert side.scheduler.request_finished(_view("a"), ((1,),), FinishReason.STOP)[0]
     side.step(finished=("a",))
     assert side.sent == ["a"]
     assert all(tables_are_empty(connector) for connector in (side.scheduler, *side.workers))

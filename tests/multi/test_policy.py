@@ -11,19 +11,17 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
 from kvconn.aggregator import KVOutputAggregator
-from kvconn.base import Fact, KVConnectorOutput, TransferResults, WorkerFacts
+from kvconn.base import Fact, KVBlocks, KVConnectorOutput, TransferResults, WorkerFacts
 from kvconn.multi.policy import (
     OWN,
     Claim,
     ClaimTable,
     EngineGate,
-    Match,
     MultiStep,
     RankGate,
-    choose,
-    merge_params,
     prefixed,
 )
+from kvconn.multi.ranges import Ask, Match, choose, merge_params
 
 CHILDREN = 3
 IDS = st.sampled_from(["a", "b"])
@@ -46,14 +44,12 @@ class Life:
 class PolicyMachine(RuleBasedStateMachine):
     """Ranks, the real aggregator, and the scheduler half's gate, in an engine's order."""
 
-    table: type[ClaimTable] = ClaimTable
+    rank: type[RankGate] = RankGate
 
     @initialize(world=st.integers(1, 4))
     def begin(self, world: int) -> None:
         self.world = world
-        self.ranks = [RankGate(rank) for rank in range(world)]
-        for gate in self.ranks:
-            gate._sends = self.table("send", gate._sends._rank, 4096)
+        self.ranks = [self.rank(rank) for rank in range(world)]
         self.gate = EngineGate(CHILDREN, range(world))
         self.aggregator = KVOutputAggregator(world)
         self.lives: dict[str, Life] = {}
@@ -129,7 +125,7 @@ class PolicyMachine(RuleBasedStateMachine):
 
     def _rank_step(self, gate: RankGate, metas: list[MultiStep], ended: list[str]) -> Any:
         for meta in metas:
-            gate.bind(MultiStep(meta.sends, meta.loads, meta.again if meta is metas[-1] else ()))
+            gate.bind(meta)
         gate.ended(ended)
         results = gate.take()
         facts = WorkerFacts(tuple(gate.take_facts()))
@@ -171,7 +167,7 @@ QUICK = settings(
     suppress_health_check=list(HealthCheck),
 )
 HUNT = settings(
-    QUICK, max_examples=400, phases=[Phase.generate], report_multiple_bugs=False, print_blob=False, database=None
+    QUICK, max_examples=2000, phases=[Phase.generate], report_multiple_bugs=False, print_blob=False, database=None
 )
 
 
@@ -182,45 +178,56 @@ def test_an_id_leaves_once_per_life_and_only_when_all_reported() -> None:
 class _Counting(ClaimTable):
     """Takes any report for any owed one, as counters do."""
 
-    def report(self, id: str, child: int, failed: bool = False) -> None:
+    def report(self, id: str, child: int, settled: bool = True) -> None:
         claim = self._open.get(id)
         if claim is not None and child not in claim.owed:
             child = min(claim.owed)
-        super().report(id, child, failed)
+        super().report(id, child, settled)
 
 
 class _Forgetful(ClaimTable):
     """Drops what comes before its announcement."""
 
-    def _unclaimed(self, id: str, child: int, failed: bool) -> None:
+    def _unclaimed(self, id: str, child: int, settled: bool) -> None:
         return
 
 
-class _Reopening(ClaimTable):
+class _Reopening(RankGate):
     """Takes a repeated announcement for a new one."""
 
-    def announce(self, claim: Claim) -> None:
+    def bind(self, step: MultiStep) -> None:
         self._newest = 0
-        super().announce(claim)
+        super().bind(step)
 
 
 class _Amnesiac(ClaimTable):
-    """Forgets what it reported, so that a late duplicate counts for the next life."""
+    """Forgets what it reported and takes any early word, so that a late duplicate counts for the next life."""
 
-    def _complete(self, id: str, failed: bool) -> None:
-        super()._complete(id, failed)
+    def _end(self, id: str) -> None:
+        super()._end(id)
         self._done.clear()
 
+    def arrived(self, id: str) -> None:
+        return
 
-@pytest.mark.parametrize("mutant", [_Counting, _Forgetful, _Reopening, _Amnesiac])
-def test_the_model_tells_mutants_apart(mutant: type[ClaimTable]) -> None:
-    machine = type(mutant.__name__, (PolicyMachine,), {"table": mutant})
+
+def with_table(table: type[ClaimTable]) -> type[RankGate]:
+    """A rank whose tables are of this class."""
+    return type(table.__name__, (RankGate,), {"table": table})
+
+
+MUTANTS = [with_table(_Counting), with_table(_Forgetful), _Reopening, with_table(_Amnesiac)]
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_the_model_tells_mutants_apart(mutant: type[RankGate]) -> None:
+    machine = type(mutant.__name__, (PolicyMachine,), {"rank": mutant})
     with pytest.raises(AssertionError):
         run_state_machine_as_test(machine, settings=HUNT)
 
 
 def test_two_words_of_one_child_are_not_the_word_of_another() -> None:
-    table = ClaimTable("send", 0, 8)
+    table = ClaimTable("send", 0)
     table.announce(Claim("a", 1, (0, 1)))
     table.report("a", 0)
     table.report("a", 0)
@@ -231,13 +238,119 @@ def test_two_words_of_one_child_are_not_the_word_of_another() -> None:
 
 
 def test_early_reports_are_bounded_and_the_loss_is_counted() -> None:
-    table = ClaimTable("send", 0, 2)
+    table = ClaimTable("send", 0, early_max=2)
     for id in "abc":
         table.report(id, 0)
     assert table.dropped == 1
     table.announce(Claim("a", 1, (0,)))
     table.announce(Claim("c", 2, (0,)))
     assert table.take() == [("c", False)]
+
+
+def test_a_report_older_than_its_request_is_not_about_it() -> None:
+    """However little is remembered: a duplicate that nobody remembers cannot complete the id's next life."""
+    table = ClaimTable("send", 0, memory=1)
+    for n, id in enumerate("ab", 1):
+        table.arrived(id)
+        table.announce(Claim(id, n, (0,)))
+        table.report(id, 0)
+    table.report("a", 0)  # of a life that fell out of memory
+    table.arrived("a")
+    table.announce(Claim("a", 3, (0,)))
+    assert table.take() == [("a", False), ("b", False)]
+    assert (table.dropped, repr(table)) == (1, "send(open=1 early=0)")
+
+
+def test_a_remembered_id_that_comes_back_is_heard_before_its_claim() -> None:
+    """However much is remembered: the engine tells of every arrival, so that no early word is taken for an old one."""
+    gate, rank = EngineGate(1, [0]), RankGate(0)
+    for _ in range(2):
+        gate.arrived("a")
+        rank.bind(gate.step())
+        rank.reports(0, TransferResults(frozenset({"a"})))
+        gate.open("a", "send", [0])
+        rank.bind(gate.step())
+        assert rank.take().finished_sending == {"a"}
+        shares = gate.take(rank.take_facts())
+        gate.passed(0, shares[0].sent, (), ())
+        assert gate.emit(["a"], (), ()).sent == {"a"}
+
+
+def test_failed_is_a_result_and_received_the_release() -> None:
+    table = ClaimTable("recv", 0)
+    table.announce(Claim("a", 1, (0, 1)))
+    table.report("a", 0, settled=False)
+    table.report("a", 0, settled=False)
+    table.report("a", 1)
+    assert table.take() == []
+    table.report("a", 0)
+    assert table.take() == [("a", True)]
+    assert [(f.state, f.child[1]) for f in table.facts] == [("failed", 0), ("done", 1), ("quiet", 0)]
+    assert table.duplicates == 1
+
+
+def test_an_early_failure_waits_for_its_claim() -> None:
+    table = ClaimTable("recv", 0)
+    for settled in (False, False, True, True, False):
+        table.report("a", 0, settled)
+    assert table.duplicates == 3
+    table.announce(Claim("a", 1, (0,)))
+    assert table.take() == [("a", True)]
+
+
+# --- a quorum -----------------------------------------------------------------------------------------------------
+
+
+def test_a_child_with_a_quorum_is_not_waited_for_and_speaks_until_the_life_closes() -> None:
+    table = ClaimTable("send", 2)
+    table.announce(Claim("a", 1, (0,), spare=(1,)))
+    table.report("a", 0)
+    assert table.take() == [("a", False)]
+    assert repr(table) == "send(open=1 early=0)"
+    table.report("a", 1)
+    assert [fact.child for fact in table.facts] == [(OWN, 0), (OWN, 1)]
+    assert repr(table) == "send(open=0 early=0)"
+
+
+def test_a_quorum_is_of_distinct_ranks_and_of_sends_only() -> None:
+    gate = EngineGate(2, range(3), {1: 2})
+
+    def said(*facts: tuple[int, int]) -> set[str]:
+        shares = gate.take([Fact("a", "send", 1, rank, "done", (OWN, child)) for rank, child in facts])
+        for child, share in enumerate(shares):
+            gate.passed(child, share.sent, (), ())
+        return set(gate.emit(["a"] if not gate.unshipped else (), (), ()).sent)
+
+    gate.open("a", "send", [0, 1])
+    gate.open("a", "recv", [1])
+    assert gate.step().sends == (Claim("a", 1, (0,), (1,)),)
+    gate.ledger.close("a", "recv")
+    del gate._held["a", "recv"]
+    assert said((0, 0), (1, 0), (2, 0)) == set()
+    assert said((0, 1), (0, 1)) == set()
+    assert said((2, 1)) == {"a"}
+    assert gate.unshipped and gate.step().closed == (("a", 1),) and not gate.unshipped
+
+
+def test_the_word_that_a_quorum_did_not_need_is_absorbed_when_it_comes() -> None:
+    table = ClaimTable("send", 0)
+    table.announce(Claim("a", 1, (), spare=(0,)))
+    table.close("a", 1)
+    assert repr(table) == "send(open=0 early=0)"
+    table.arrived("a")
+    table.announce(Claim("a", 2, (), spare=(0,)))
+    table.report("a", 0)  # of the first life
+    assert (table.facts, table.duplicates) == ([], 1)
+    table.report("a", 0)
+    assert [fact.n for fact in table.facts] == [2]
+
+
+def test_a_receive_waits_for_every_rank_of_a_child_with_a_quorum() -> None:
+    gate = EngineGate(1, range(2), {0: 1})
+    gate.open("a", "recv", [0])
+    assert gate.step().loads == (Claim("a", 1, (0,)),)
+    gate.take([Fact("a", "recv", 1, 0, "done", (OWN, 0))])
+    assert gate.explain({0: "Child"}, 0.0) == ["recv of a (life 1) owed by Child rank 1"]
 
 
 def test_an_early_report_of_a_request_nobody_claimed_leaves_with_it() -> None:
@@ -249,14 +362,73 @@ def test_an_early_report_of_a_request_nobody_claimed_leaves_with_it() -> None:
     assert gate.take_counts() == (0, 0)
 
 
-def test_first_match_loads_and_nobody_after_it_is_asked() -> None:
-    def never() -> tuple[int | None, bool]:
-        raise AssertionError("asked")
+Answer = tuple[int | None, bool]
 
-    assert choose([lambda: (0, False), lambda: (16, True), never]) == Match(1, 16, True)
-    assert choose([lambda: (0, False), lambda: (None, False), never]).answer == (None, False)
-    assert choose([lambda: (8, False), lambda: (None, False)]).answer == (8, False)
-    assert choose([lambda: (0, False)]).answer == (0, False)
+
+def chain(*answers: Answer, start: int = 16, total: int = 160) -> tuple[Match, list[int]]:
+    """What children with these answers are chosen for, in blocks of 16, and what each was asked."""
+    asked: list[int] = []
+
+    def answering(answer: Answer) -> Ask:
+        return lambda tokens: (asked.append(tokens), answer)[1]
+
+    return choose([answering(answer) for answer in answers], start, 16, total), asked
+
+
+def spans(match: Match) -> list[tuple[int, int, int]]:
+    return [(part.child, part.start, part.stop) for part in match.ranges]
+
+
+def test_each_child_is_asked_for_what_lies_behind_the_earlier_ones() -> None:
+    match, asked = chain((32, True), (0, True), (48, True), (8, True))
+    assert asked == [16, 48, 48, 96]
+    assert spans(match) == [(0, 16, 48), (2, 48, 96), (3, 96, 104)]
+    assert match.answer == (88, True)
+
+
+def test_an_offer_that_ends_inside_a_block_ends_the_row() -> None:
+    match, asked = chain((0, True), (20, True), (16, True))
+    assert (spans(match), asked) == ([(1, 16, 36)], [16, 16])
+
+
+def test_nobody_is_asked_behind_the_end_of_the_request() -> None:
+    match, asked = chain((48, True), (16, True), total=64)
+    assert (spans(match), asked) == ([(0, 16, 64)], [16])
+
+
+def test_not_yet_delays_before_a_match_and_ends_the_row_after_one() -> None:
+    assert chain((0, False), (None, False), (16, True))[0].answer == (None, False)
+    match, asked = chain((16, False), (None, False), (16, True))
+    assert (match.answer, asked) == ((16, False), [16, 32])
+    assert chain((0, False), (0, True))[0].answer == (0, False)
+
+
+def test_a_row_is_asynchronous_when_one_range_is() -> None:
+    assert chain((16, False), (16, False))[0].answer == (32, False)
+    assert chain((16, False), (16, True))[0].answer == (32, True)
+    assert chain((16, True), (16, False))[0].answer == (32, True)
+
+
+@pytest.mark.parametrize(
+    ("allocated", "left"),
+    [
+        (0, []),
+        (16, [(0, 16, 32)]),
+        (32, [(0, 16, 48)]),
+        (40, [(0, 16, 48), (1, 48, 56)]),
+        (64, [(0, 16, 48), (1, 48, 80)]),
+    ],
+)
+def test_fewer_allocated_tokens_cut_the_row_from_behind(allocated: int, left: list[tuple[int, int, int]]) -> None:
+    match, _ = chain((32, True), (32, True))
+    assert [(part.child, part.start, part.stop) for part in match.cut(allocated)] == left
+
+
+def test_a_child_sees_what_lies_before_its_range_as_there() -> None:
+    match, _ = chain((32, True), (32, True))
+    blocks = KVBlocks((tuple(range(5)), tuple(range(10, 15))), (1, 1))
+    assert [match.blocks(blocks, part, 16).hashed for part in match.ranges] == [(1, 1), (3, 3)]
+    assert {match.blocks(blocks, part, 16).ids for part in match.ranges} == {blocks.ids}
 
 
 @pytest.mark.parametrize(
@@ -321,3 +493,17 @@ def test_a_request_that_owes_both_directions_is_released_by_the_later(first: str
         emitted.append((set(emit.sent), set(emit.received)))
     assert emitted[0] == (set(), set())
     assert emitted[1] == (({"a"}, set()) if second == "send" else (set(), {"a"}))
+
+
+@pytest.mark.parametrize("later", ["send", "recv"])
+def test_a_child_that_owed_both_directions_lets_the_request_through_once(later: str) -> None:
+    """A nested Multi emits the later of the two only; the outer one waited for the other for ever."""
+    gate = EngineGate(1, [0])
+    gate.open("a", "recv", [0])
+    gate.open("a", "send", [0])
+    first = gate.take([Fact("a", "recv", 1, 0, "done", (OWN, 0)), Fact("a", "send", 2, 0, "done", (OWN, 0))])
+    assert (first[0].sent, first[0].received) == ({"a"}, {"a"})
+    gate.passed(0, {"a"} if later == "send" else (), {"a"} if later == "recv" else (), ())
+    emit = gate.emit(["a"], ["a"], ())
+    assert len(emit.sent) + len(emit.received) == 1
+    assert not gate._held and len(gate.ledger) == 0

@@ -90,6 +90,9 @@ class _Child:
     def sent(self) -> list[str]:
         return list(self.side.sent)
 
+    def stats(self) -> dict[str, float]:
+        return dict(self.side.stats.values)
+
 
 def _serve(address: str) -> None:
     with Client(address) as pipe:

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 
+from kvconn.base import StepView
+from kvconn.errors import TransportError
+from kvconn.multi.connector import MultiConnector
 from kvconn.transport.nixl import cma_usable
 from tests.nixl.producer import Producer, races
-from tests.support import NIXL_CONSUMER, Side, free_port, wait_until
+from tests.support import NIXL_CONSUMER, NIXL_PRODUCER, Side, free_port, multi, offload_hold, wait_until
 
 TCP = {"UCX_TLS": "tcp"}
 BLOCKS = list(range(48))
+NIXL_BOTH = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
 
 
 @pytest.fixture
 def d() -> Iterator[Side]:
-    extra = {"kv_connector_extra_config": {"kvconn": {"read": 2.0, "handshake": 5.0}}}
+    extra = {"kv_connector_extra_config": {"kvconn": {"read": 2.0, "handshake": 5.0, "quarantine_max": 64}}}
     side = Side("D", {**NIXL_CONSUMER, **extra}, num_blocks=64)
     yield side
     side.close()
@@ -31,7 +37,7 @@ def quiet(caplog: pytest.LogCaptureFixture) -> None:
 
 def worker(side: Side) -> Any:
     connector: Any = side.workers[0]
-    return connector.worker
+    return connector.children[0].worker if isinstance(connector, MultiConnector) else connector.worker
 
 
 def step_until(side: Side, done: Any) -> None:
@@ -64,6 +70,58 @@ def test_a_producer_stopped_in_mid_read_leaves_the_blocks_in_quarantine_until_it
         step_until(d, lambda: "r" in d.received)
         assert d.failed == ["r"]
         assert len(worker(d)._reads) == 0 and d.aggregator.pending() == []
+
+
+@pytest.mark.parametrize("transport", ["cma", "tcp"])
+def test_a_lease_that_ends_in_mid_read_is_noticed_by_the_reader(d: Side, transport: str) -> None:
+    """D posted its read and is slow; P's lease ends and its blocks are another prompt's by the time D looks."""
+    if transport == "cma" and not cma_usable():
+        pytest.skip("process_vm_readv is refused here, so that UCX can't use CMA")
+    with Producer(lease=0.3, env=TCP if transport == "tcp" else None, num_blocks=64) as p:
+        d.load("warm", p.order("prefill", "warm", BLOCKS, 1), BLOCKS)
+        step_until(d, lambda: d.received == ["warm"])
+        wait_until(lambda: "warm" in p.order("sent"))
+        expired = p.order("stats").get("nixl_num_kv_expired_reqs", 0)
+        d.load("r", p.order("prefill", "a", BLOCKS, 2, 3), BLOCKS)
+        d.workers[0].bind_connector_metadata(d.scheduler.build_connector_meta(StepView(d.seq)))
+        d.workers[0].start_load_kv()  # the read is posted; D's poll comes late
+        assert worker(d)._reads.handles()
+        wait_until(lambda: "a" in p.order("sent"), what="the lease's end")
+        assert p.order("stats")["nixl_num_kv_expired_reqs"] == expired + 1
+        step_until(d, lambda: "r" in d.received)
+    assert d.failed[-1] == "r" and "fence" in d.reasons["r"]
+
+
+def test_blocks_that_were_given_to_another_prompt_are_not_taken_for_the_old_one(d: Side) -> None:
+    """Nothing a transport says gives it away: the read succeeds, with another prompt's bytes."""
+    with Producer(lease=0.2, num_blocks=64) as p:
+        params = p.order("prefill", "a", BLOCKS, 2, 3)
+        wait_until(lambda: "a" in p.order("sent"), what="the lease's end")
+        d.load("r", params, BLOCKS)
+        step_until(d, lambda: "r" in d.received)
+    assert d.failed == ["r"] and d.stats.values["stale_reads"] == 1
+    assert d.holds(BLOCKS, 3)  # what was read, and not handed over
+
+
+def test_after_the_producer_forgot_its_cache_readers_fail_and_blocks_stay_held_until_their_lives_end() -> None:
+    p, d = Side("P", NIXL_PRODUCER), Side("D", NIXL_CONSUMER)
+    try:
+        blocks = [3, 4]
+        params = p.prefill("a", blocks, 1)
+        p.step()
+        assert p.scheduler.reset_cache() is True
+        p.step()
+        d.load("r", params, blocks)
+        wait_until(lambda: p.step() is not None and d.step() is not None and "r" in d.received)
+        assert d.failed == ["r"]
+        wait_until(lambda: p.step() is not None and p.sent == ["a"])
+        again = p.prefill("b", blocks, 2)  # and what comes after is served as ever
+        d.load("s", again, blocks)
+        wait_until(lambda: p.step() is not None and d.step() is not None and "s" in d.received)
+        assert d.failed == ["r"] and d.holds(blocks, 2)
+    finally:
+        d.close()
+        p.close()
 
 
 @pytest.mark.parametrize("stopped_first", [False, True])
@@ -113,9 +171,83 @@ def test_a_read_that_never_ends_is_ended_by_a_new_agent(d: Side) -> None:
 
 
 def _with_age(settings: Any, age: float) -> Any:
-    import msgspec
-
     return msgspec.structs.replace(settings, kvconn=msgspec.structs.replace(settings.kvconn, quarantine_age=age))
+
+
+@pytest.mark.parametrize("composition", ["alone", "in Multi"])
+def test_more_blocks_than_may_be_in_quarantine_are_ended_by_a_new_agent_at_once(composition: str) -> None:
+    """And the rank serves as well: who reads from it finds the new agent."""
+    limits = {"read": 0.5, "handshake": 5.0, "quarantine_max": 8}
+    extra = {"kv_lease_duration": 3.0, "kvconn": limits}  # who can't tell us that it is done is waited for so long
+    transfer = {**NIXL_BOTH, "kv_connector_extra_config": extra}
+    if composition == "in Multi":
+        transfer = multi(transfer, offload_hold(), role="kv_both")
+    both = Side("B", transfer, num_blocks=64)
+    d = Side("D", NIXL_CONSUMER, num_blocks=64)
+
+    def serve(id: str, seed: int) -> None:
+        d.load(id, both.prefill(f"of {id}", [50, 51], seed), [1, 2])
+        wait_until(lambda: both.step() is not None and d.step() is not None and id in d.received)
+
+    try:
+        serve("before", 5)
+        assert d.failed == [] and d.holds([1, 2], 5)
+        with Producer(env=TCP, num_blocks=64) as p:
+            both.load("warm", p.order("prefill", "warm", BLOCKS, 1), BLOCKS)
+            step_until(both, lambda: both.received == ["warm"])
+            assert both.failed == []
+            name = worker(both)._transport.name
+            params = p.order("prefill", "a", BLOCKS, 2)
+            p.stop()
+            both.load("r", params, BLOCKS)
+            step_until(both, lambda: "r" in both.received)
+            assert both.failed == ["r"] and "not done after 0.5 s" in both.reasons["r"]
+            assert worker(both)._transport.name != name
+        assert both.stats.values["agent_recreations"] == 1
+        for n in range(4):  # the first may still meet the old agent; nothing wrong is handed over
+            serve(f"after{n}", 6 + n)
+            assert f"after{n}" in d.failed or d.holds([1, 2], 6 + n)
+        assert "after3" not in d.failed
+        wait_until(lambda: both.step() is not None and len(both.sent) == 5, what=repr(both.scheduler))
+    finally:
+        d.close()
+        both.close()
+
+
+def test_an_agent_that_can_not_be_made_anew_fails_loads_until_it_can(d: Side, monkeypatch: pytest.MonkeyPatch) -> None:
+    w = worker(d)
+    make, refusals = w._make_transport, [TransportError("no memory"), TransportError("no memory")]
+    monkeypatch.setattr(w, "_make_transport", lambda: make() if not refusals else _raise(refusals.pop()))
+    monkeypatch.setattr("kvconn.nixl.worker.REOPEN", 0.05)
+    w._recreate("a test wants it", time.perf_counter())
+    with Producer(num_blocks=64) as p:
+        d.load("r", p.order("prefill", "a", BLOCKS, 1), BLOCKS)
+        step_until(d, lambda: "r" in d.received)
+        assert d.failed == ["r"] and "no NIXL agent" in d.reasons["r"]
+        step_until(d, lambda: w._transport is not None)
+        assert refusals == []
+
+
+def test_a_new_agent_that_can_not_register_its_memory_is_destroyed_before_the_next_try(
+    d: Side, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    w = worker(d)
+    make, closed = w._make_transport, []
+
+    def without_memory() -> Any:
+        transport = make()
+        close = transport.close
+        transport.register = lambda regions: _raise(TransportError("no memory"))
+        transport.close = lambda: (closed.append(transport.name), close())
+        return transport
+
+    monkeypatch.setattr(w, "_make_transport", without_memory)
+    w._recreate("a test wants it", time.perf_counter())
+    assert w._transport is None and len(closed) == 1
+
+
+def _raise(err: Exception) -> Any:
+    raise err
 
 
 def test_a_producer_that_restarts_under_its_old_name_and_port_is_served_again(d: Side) -> None:

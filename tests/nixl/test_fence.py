@@ -152,7 +152,7 @@ def test_the_word_stands_from_the_first_scheduled_step_until_the_report(
     params = p.prefill("a", [1, 2], seed=1)
     assert params is not None
     ours = params["kvconn"]
-    assert fence.read(ours["slot"]) == ours["word"]
+    assert f"{fence.read(ours['slot']):016x}" == ours["word"]
     d.load("r", params, [3, 4])
     finish(p, d, lambda: bool(p.sent))
     assert fence.read(ours["slot"]) == 0 and repr(fence).endswith("standing=0)")
@@ -227,7 +227,7 @@ FORGERIES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "ids in another order": lambda p: forged(p, remote_block_ids=[p["remote_block_ids"][0][::-1]]),
     "another transfer id": lambda p: forged(p, remote_request_id="x" * 22),
     "another slot": lambda p: forged(p, kvconn={"slot": p["kvconn"]["slot"] + 1}),
-    "another word": lambda p: forged(p, kvconn={"word": p["kvconn"]["word"] ^ 1 or 1}),
+    "another word": lambda p: forged(p, kvconn={"word": f"{int(p['kvconn']['word'], 16) ^ 1 or 1:016x}"}),
     "no seal": lambda p: forged(p, kvconn={"seal": None}),
     "no fence at all": lambda p: {k: v for k, v in p.items() if k != "kvconn"},
 }

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from kvconn.base import FinishReason, KVBlocks, LayerView, RequestView, StepRequest, StepView
-from kvconn.config import OffloadSettings, parse_extra
+from kvconn.config import Limits, OffloadSettings, parse_extra
 from kvconn.errors import ConfigError
 from kvconn.metrics import Stats
 from kvconn.offload import worker as offload_worker
@@ -345,7 +345,7 @@ def test_a_store_that_waits_is_finished_before_its_block_is_overwritten(sides: l
 
 
 def test_a_store_whose_block_is_overwritten_while_it_is_copied_is_lost_not_torn(sides: list[Side], mocker: Any) -> None:
-    mocker.patch.object(offload_worker, "FLUSH_WAIT", 0.0)
+    mocker.patch.object(offload_worker, "LIMITS", Limits(flush=0.0))
     side = make(sides)
     slow = SlowCopies(mocker)
     side.prefill("a", [1, 2], seed=1)
@@ -358,7 +358,7 @@ def test_a_store_whose_block_is_overwritten_while_it_is_copied_is_lost_not_torn(
 
 
 def test_a_store_that_is_being_copied_is_waited_for(sides: list[Side], mocker: Any) -> None:
-    mocker.patch.object(offload_worker, "FLUSH_WAIT", 20.0)
+    mocker.patch.object(offload_worker, "LIMITS", Limits(flush=20.0))
     side = make(sides)
     slow = SlowCopies(mocker)
     side.prefill("a", [1], seed=1)

@@ -231,6 +231,29 @@ def test_f2_without_progress_everything_waits_for_polls() -> None:
 # --- F4
 
 
+def test_what_is_under_way_can_be_asked_for_by_either_end(world: World) -> None:
+    handle = world.post((0, 128, 32))
+    there, here = world.theirs.ctypes.data, world.ours.ctypes.data
+    assert world.net.reading("peer", there + 128, 1) == [handle]
+    assert world.net.reading("peer", there + 160, 1) == world.net.reading("reader", there, 1) == []
+    places = world.net.writes("reader")
+    assert sum(length for _, length in places) == 32 and min(places)[0] == here
+    assert world.net.writes("peer") == []
+    world.net.run()
+    assert world.net.reading("peer", there + 128, 32) == world.net.writes("reader") == []
+
+
+def test_healed_everybody_continues_and_no_ordered_fault_waits(world: World) -> None:
+    world.net.stop("peer")
+    world.net.raise_on_post("reader", 0)
+    world.net.fates.append(())
+    world.net.heal()
+    handle = world.post((0, 0, 8))
+    world.reader.notify("peer", b"x")
+    world.net.run()
+    assert world.state(handle) is DONE and world.peer.notifications() == [("reader", b"x")]
+
+
 def test_f4_err_while_other_parts_still_run(world: World) -> None:
     handle = world.post((0, 0, 100), (PAGE, PAGE, 100))
     assert world.net.fail_part(handle)

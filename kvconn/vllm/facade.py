@@ -1,0 +1,230 @@
+"""One of kvconn's connectors as a vLLM connector. Translates and delegates; subclasses say which connector.
+
+Rules
+1. Every method of vLLM's interface that the neutral interface has goes to it through a view; the others keep vLLM's
+   default.
+2. vLLM's sets are replaced, never mutated, and never grow: veto, never originate (docs/design.md, vLLM).
+3. vLLM's one poll is ``get_transfer_results``; ``get_finished`` is derived from it here and nowhere else (C5).
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+
+from kvconn.base import (
+    ConnectorMetadata,
+    ConnectorRole,
+    HandshakeMetadata,
+    KVCacheView,
+    KVConnector,
+    KVConnectorOutput,
+    WorkerFacts,
+)
+from kvconn.config import ConnectorConfig
+from kvconn.errors import ContractError
+from kvconn.explain import ExplainServer
+from kvconn.metrics import Stats
+from kvconn.vllm import translate
+
+__all__ = ["KvconnFacade", "VllmHandshake", "VllmMetadata", "VllmWorkerFacts"]
+
+
+@dataclass
+class VllmMetadata(KVConnectorMetadata):
+    """vLLM's envelope around what our scheduler half ships."""
+
+    inner: ConnectorMetadata
+
+
+@dataclass
+class VllmHandshake(KVConnectorHandshakeMetadata):
+    """vLLM's envelope around what our worker half publishes."""
+
+    inner: HandshakeMetadata
+
+
+@dataclass
+class VllmWorkerFacts(KVConnectorWorkerMetadata):
+    """vLLM's envelope around a worker half's facts."""
+
+    inner: WorkerFacts
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> VllmWorkerFacts:
+        if not isinstance(other, VllmWorkerFacts):
+            raise ContractError(f"worker metadata: expected another rank's facts, got {type(other).__name__}")
+        return VllmWorkerFacts(self.inner.aggregate(other.inner))
+
+
+class KvconnFacade(KVConnectorBase_V1, SupportsHMA):
+    """Base of the adapters; ``make`` builds the neutral connector."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        worker = role == KVConnectorRole.WORKER
+        self._layers = [name for group in kv_cache_config.kv_cache_groups for name in group.layer_names]
+        self._view = translate.cache_view(kv_cache_config)
+        self._seq = 0
+        config = translate.connector_config(vllm_config, worker)
+        self.inner = self.make(config, ConnectorRole.WORKER if worker else ConnectorRole.SCHEDULER, self._view)
+        #: for ``kvconn explain``; a child's is closed by the MultiConnector of ours above it, which tells for all
+        self.explains = ExplainServer(
+            self.inner.explain, self.__repr__, config.engine_id, "worker" if worker else "scheduler", config.rank
+        )
+
+    @abstractmethod
+    def make(self, config: ConnectorConfig, role: ConnectorRole, kv_cache: KVCacheView) -> KVConnector:
+        """The neutral connector behind this one."""
+
+    @abstractmethod
+    def to_vllm_stats(self, stats: Stats | None) -> Any:
+        """A step's counters as vLLM's stats object, or None."""
+
+    # -- class level -----------------------------------------------------------------------------------------------
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        """A block of a layer must be one piece of memory."""
+        return "LBHNC"
+
+    # -- scheduler half --------------------------------------------------------------------------------------------
+
+    def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
+        return tuple(range(len(self._view.groups)))
+
+    def on_new_request(self, request: Any) -> None:
+        self.inner.on_new_request(translate.request_view(request))
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        return self.inner.get_num_new_matched_tokens(translate.request_view(request), num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self.inner.update_state_after_alloc(
+            translate.request_view(request), translate.kv_blocks(blocks), num_external_tokens
+        )
+
+    def build_connector_meta(self, scheduler_output: Any) -> VllmMetadata:
+        self._seq += 1
+        return VllmMetadata(self.inner.build_connector_meta(translate.step_view(scheduler_output, self._seq)))
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.inner.request_finished(
+            translate.request_view(request), translate.block_ids(block_ids), translate.finish_reason(request)
+        )
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        meta = connector_output.kv_connector_worker_meta
+        ours = KVConnectorOutput(
+            finished_sending=set(connector_output.finished_sending or ()),
+            finished_recving=set(connector_output.finished_recving or ()),
+            failed_recving=set(connector_output.failed_recving or ()),
+            kv_connector_worker_meta=meta.inner if isinstance(meta, VllmWorkerFacts) else None,
+        )
+        self.inner.update_connector_output(ours)
+        connector_output.finished_sending = ours.finished_sending
+        connector_output.finished_recving = ours.finished_recving
+        connector_output.failed_recving = ours.failed_recving
+
+    def get_finished_count(self) -> int | None:
+        return self.inner.get_finished_count()
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: Mapping[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        self.inner.set_handshake_metadata(
+            {rank: one.inner for rank, one in metadata.items() if isinstance(one, VllmHandshake)}
+        )
+
+    def has_pending_push_work(self) -> bool:
+        return self.inner.has_pending_push_work()
+
+    def take_events(self) -> Iterable[Any]:
+        return self.inner.take_events()
+
+    def reset_cache(self) -> bool | None:
+        return self.inner.reset_cache()
+
+    # -- worker half -----------------------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self.inner.register_kv_caches(translate.layer_views(kv_caches, self._view.num_blocks, self._layers))
+
+    def get_handshake_metadata(self) -> VllmHandshake | None:
+        published = self.inner.get_handshake_metadata()
+        return None if published is None else VllmHandshake(published)
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        self.inner.bind_connector_metadata(unwrap(connector_metadata))
+
+    def clear_connector_metadata(self) -> None:
+        super().clear_connector_metadata()
+        self.inner.clear_connector_metadata()
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        self.inner.handle_preemptions(unwrap(kv_connector_metadata))
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        self.inner.start_load_kv(forward_context, **kwargs)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        self.inner.wait_for_layer_load(layer_name)
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        self.inner.save_kv_layer(layer_name, kv_layer=kv_layer, attn_metadata=attn_metadata, **kwargs)
+
+    def wait_for_save(self) -> None:
+        self.inner.wait_for_save()
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        results = self.inner.get_transfer_results(finished_req_ids)
+        return KVConnectorTransferResults(
+            finished_sending=set(results.finished_sending),
+            finished_recving=set(results.finished_recving),
+            failed_recving=set(results.failed_recving),
+        )
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
+        results = self.get_transfer_results(finished_req_ids)
+        return results.finished_sending, results.finished_recving
+
+    def build_connector_worker_meta(self) -> VllmWorkerFacts | None:
+        facts = self.inner.build_connector_worker_meta()
+        return VllmWorkerFacts(facts) if isinstance(facts, WorkerFacts) else None
+
+    # -- both ------------------------------------------------------------------------------------------------------
+
+    def get_kv_connector_stats(self) -> Any:
+        return self.to_vllm_stats(self.inner.get_kv_connector_stats())
+
+    def shutdown(self) -> None:
+        self.explains.close()
+        self.inner.shutdown()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.inner!r})"
+
+
+def unwrap(metadata: KVConnectorMetadata) -> ConnectorMetadata:
+    """What our scheduler half shipped. Raises ContractError for anybody else's."""
+    if not isinstance(metadata, VllmMetadata):
+        raise ContractError(f"metadata: expected our own scheduler half's, got {type(metadata).__name__}")
+    return metadata.inner

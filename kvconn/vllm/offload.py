@@ -1,0 +1,57 @@
+"""OffloadingConnector for vLLM: blocks to host memory by memcpy, so that it runs on the CPU platform too.
+
+Contract this adapter keeps
+- A request that the connector holds keeps its blocks until every worker has reported it, each once.
+That and all else is the halves' (kvconn.offload); this module only says how they are built and what their numbers are
+called.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvconn.base import ConnectorRole, KVCacheView, KVConnector
+from kvconn.config import ConnectorConfig
+from kvconn.metrics import Stats
+from kvconn.offload.connector import OffloadingConnector as NeutralOffloadingConnector
+from kvconn.vllm.facade import KvconnFacade
+from kvconn.vllm.stats import CounterProm, CounterStats
+
+__all__ = ["KvconnOffloadingConnector", "OffloadingConnector"]
+
+try:  # vLLM 0.32 and later tell apart where an external hit came from
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+    HOST: Any = CacheHitSource.HOST
+except ImportError:
+    HOST = None
+
+
+class KvconnOffloadingConnector(KvconnFacade):
+    """Host memory behind the prefix cache. Raises ConfigError for what this version cannot do."""
+
+    _cache_hit_source = HOST
+
+    def make(self, config: ConnectorConfig, role: ConnectorRole, kv_cache: KVCacheView) -> KVConnector:
+        return NeutralOffloadingConnector(config, role, kv_cache)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A store that is lost is a cache miss."""
+        return False
+
+    def to_vllm_stats(self, stats: Stats | None) -> CounterStats | None:
+        return None if stats is None else CounterStats.of(stats)
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> CounterStats:
+        return CounterStats(data=dict(data or {}))
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
+    ) -> CounterProm:
+        return CounterProm(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+OffloadingConnector = KvconnOffloadingConnector

@@ -1,0 +1,238 @@
+"""vLLM's objects to kvconn's views, and back. Nothing is decided here but what cannot be translated.
+
+Rules
+1. What the neutral code cannot do is refused at start-up, all of it in one ConfigError that says what and why.
+2. A view holds no vLLM object that outlives the call, except behind the two functions that fetch tokens and hashes.
+3. Ranks are numbered as in :class:`kvconn.config.ParallelConfig`: pp-major, then pcp, then tp; so are vLLM's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from vllm import envs
+from vllm.distributed.parallel_state import get_pcp_group, get_pp_group, get_tp_group
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, iter_layer_specs
+from vllm.v1.request import RequestStatus
+
+from kvconn.base import (
+    BlockIds,
+    FinishReason,
+    GroupView,
+    KVBlocks,
+    KVCacheView,
+    LayerView,
+    RequestView,
+    StepRequest,
+    StepView,
+)
+from kvconn.config import ConnectorConfig, KVTransferConfig, ModelView, ParallelConfig, parse_kv_transfer_config
+from kvconn.errors import ConfigError
+
+__all__ = [
+    "TRANSFER_FIELDS",
+    "VllmRequestView",
+    "block_ids",
+    "cache_view",
+    "connector_config",
+    "finish_reason",
+    "kv_blocks",
+    "layer_views",
+    "request_view",
+    "step_view",
+    "transfer_config",
+]
+
+#: vLLM's dataclass has more fields in some versions; these are the ones that have a meaning here.
+TRANSFER_FIELDS = (
+    "kv_connector",
+    "kv_role",
+    "engine_id",
+    "kv_connector_module_path",
+    "kv_connector_extra_config",
+    "kv_buffer_device",
+    "kv_load_failure_policy",
+    "enable_permute_local_kv",
+)
+_REASONS = {
+    RequestStatus.FINISHED_STOPPED: FinishReason.STOP,
+    RequestStatus.FINISHED_LENGTH_CAPPED: FinishReason.LENGTH,
+    RequestStatus.FINISHED_ABORTED: FinishReason.ABORT,
+}
+
+
+# --- start-up -----------------------------------------------------------------------------------------------------
+
+
+def transfer_config(vllm_config: Any) -> KVTransferConfig:
+    """The ``kv_transfer_config`` without what vLLM fills in itself. Raises ConfigError."""
+    theirs = vllm_config.kv_transfer_config
+    given = {name: getattr(theirs, name) for name in TRANSFER_FIELDS if getattr(theirs, name, None) is not None}
+    return parse_kv_transfer_config(given)
+
+
+def connector_config(vllm_config: Any, worker: bool) -> ConnectorConfig:
+    """What a half is constructed from; ``worker``: in a worker process, whose rank counts. Raises ConfigError."""
+    parallel = vllm_config.parallel_config
+    transfer = transfer_config(vllm_config)
+    sizes = ParallelConfig(
+        tp=parallel.tensor_parallel_size,
+        pp=parallel.pipeline_parallel_size,
+        pcp=parallel.prefill_context_parallel_size,
+        dcp=parallel.decode_context_parallel_size,
+        dp_rank=parallel.data_parallel_index,
+    )
+    model = vllm_config.model_config
+    return ConnectorConfig(
+        kv_transfer=transfer,
+        engine_id=vllm_config.kv_transfer_config.engine_id,
+        parallel=sizes,
+        model=ModelView(
+            name=model.model,
+            dtype=str(model.dtype),
+            num_layers=model.get_total_num_hidden_layers(),
+            num_kv_heads=1 if model.use_mla else model.get_total_num_kv_heads(),
+            head_size=model.get_head_size(),
+            block_size=vllm_config.cache_config.block_size,
+            packing="latent" if model.use_mla else "kv",
+        ),
+        rank=_rank(sizes) if worker else None,
+        host=envs.VLLM_NIXL_SIDE_CHANNEL_HOST,
+        port=envs.VLLM_NIXL_SIDE_CHANNEL_PORT + parallel.data_parallel_index,
+    )
+
+
+def _rank(sizes: ParallelConfig) -> int:
+    """Groups of one are not asked: they may not exist."""
+    pp = get_pp_group().rank_in_group if sizes.pp > 1 else 0
+    pcp = get_pcp_group().rank_in_group if sizes.pcp > 1 else 0
+    tp = get_tp_group().rank_in_group if sizes.tp > 1 else 0
+    return (int(pp) * sizes.pcp + int(pcp)) * sizes.tp + int(tp)
+
+
+def cache_view(kv_cache_config: Any) -> KVCacheView:
+    """The pool. Raises ConfigError for cache groups that the neutral code has no rules for."""
+    groups = kv_cache_config.kv_cache_groups
+    problems = []
+    if len(groups) != 1:
+        kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups) or "none"
+        problems.append(
+            f"model: this version transfers models with one KV cache group, this one has {len(groups)} ({kinds}); "
+            "--disable-hybrid-kv-cache-manager makes one group of full and sliding-window attention"
+        )
+    for group in groups:
+        for spec in iter_layer_specs(group.kv_cache_spec):
+            if type(spec) not in (FullAttentionSpec, MLAAttentionSpec):
+                problems.append(f"model: this version transfers full attention and MLA, not {type(spec).__name__}")
+                break
+        if getattr(group, "host_resident", False):
+            problems.append("model: KV that lives in a host pool is not transferred")
+    if problems:
+        raise ConfigError(problems)
+    group = groups[0]
+    return KVCacheView(
+        num_blocks=kv_cache_config.num_blocks,
+        block_size=group.kv_cache_spec.block_size,
+        groups=(GroupView("full", tuple(group.layer_names)),),
+        block_bytes=sum(tensor.size for tensor in kv_cache_config.kv_cache_tensors) // kv_cache_config.num_blocks,
+    )
+
+
+def layer_views(kv_caches: Mapping[str, torch.Tensor], num_blocks: int, layers: Sequence[str]) -> dict[str, LayerView]:
+    """One view per cache tensor of ``layers``. Raises ConfigError for tensors whose blocks are not one piece each."""
+    problems: list[str] = []
+    views: dict[str, LayerView] = {}
+    for name in layers:
+        cache = kv_caches.get(name)
+        if cache is None:
+            continue  # it shares another layer's cache
+        if cache.dim() < 2 or cache.shape[0] != num_blocks:
+            problems.append(
+                f"layer {name}: expected {num_blocks} blocks, the tensor is {tuple(cache.shape)}; a kernel block size "
+                "other than --block-size is not supported"
+            )
+        elif not cache[0].is_contiguous():
+            problems.append(f"layer {name}: a block is not one piece of memory; only the KV cache layout LBHNC works")
+        else:
+            views[name] = _layer(name, cache, num_blocks)
+    if problems:
+        raise ConfigError(problems)
+    return views
+
+
+def _layer(name: str, cache: torch.Tensor, num_blocks: int) -> LayerView:
+    cuda = cache.device.type != "cpu"
+    return LayerView(
+        name,
+        cache.data_ptr(),
+        cache.stride(0) * cache.element_size(),
+        cache[0].nbytes,
+        num_blocks,
+        mem_type="VRAM" if cuda else "DRAM",
+        device_id=max(cache.get_device(), 0) if cuda else 0,
+    )
+
+
+# --- requests and steps -------------------------------------------------------------------------------------------
+
+
+class VllmRequestView(RequestView):
+    """A view that remembers vLLM's own request, for vLLM's own connectors below our MultiConnector."""
+
+    __slots__ = ("source",)
+    source: Any
+
+
+def request_view(request: Any) -> VllmRequestView:
+    """A request; its tokens and block hashes are fetched when asked for."""
+    view = VllmRequestView(
+        request.request_id,
+        request.num_prompt_tokens,
+        request.num_tokens,
+        request.kv_transfer_params,
+        lambda: request.all_token_ids,
+        lambda: request.block_hashes,
+    )
+    view.source = request
+    return view
+
+
+def finish_reason(request: Any) -> FinishReason:
+    """Only STOP and LENGTH leave KV for others."""
+    return _REASONS.get(request.status, FinishReason.ERROR)
+
+
+def kv_blocks(blocks: Any) -> KVBlocks:
+    """vLLM's blocks of one request. Blocks that were prefix hits come first and have a hash."""
+    return KVBlocks(
+        tuple(tuple(block.block_id for block in group) for group in blocks.blocks),
+        tuple(_leading_hashed(group) for group in blocks.blocks),
+    )
+
+
+def _leading_hashed(group: Sequence[Any]) -> int:
+    for index, block in enumerate(group):
+        if block.block_hash is None or block.is_null:
+            return index
+    return len(group)
+
+
+def block_ids(ids: Sequence[Sequence[int]]) -> BlockIds:
+    return tuple(tuple(group) for group in ids)
+
+
+def step_view(output: Any, seq: int) -> StepView:
+    """One step, as the scheduler decided it."""
+    requests = [_share(output, new.req_id, new.num_computed_tokens, new.block_ids) for new in output.scheduled_new_reqs]
+    cached = output.scheduled_cached_reqs
+    requests += [
+        _share(output, *one)
+        for one in zip(cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True)
+    ]
+    return StepView(seq, tuple(requests), tuple(output.preempted_req_ids or ()), tuple(output.finished_req_ids))
+
+
+def _share(output: Any, id: str, start: int, new_blocks: Sequence[Sequence[int]] | None) -> StepRequest:
+    return StepRequest(id, start, output.num_scheduled_tokens.get(id, 0), block_ids(new_blocks or ()))

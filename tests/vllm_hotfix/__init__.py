@@ -1,0 +1,1 @@
+"""The hotfix for stock vLLM, and the description of vLLM's connector interface."""
