@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-__all__ = ["About", "BlockRemoved", "BlockStored", "EventLog"]
+__all__ = ["HOST", "About", "BlockRemoved", "BlockStored", "EventLog"]
 
 HOST = "host"
 
