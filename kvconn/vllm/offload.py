@@ -71,9 +71,7 @@ def _event(event: events.BlockStored | events.BlockRemoved) -> BlockStored | Blo
     parent = event.parent_block_hash
     return BlockStored(
         block_hashes=hashes,
-        parent_block_hash=None
-        if event.parent_block_hash is None
-        else maybe_convert_block_hash(event.parent_block_hash),
+        parent_block_hash=None if parent is None else maybe_convert_block_hash(parent),
         token_ids=list(event.token_ids),
         block_size=event.block_size,
         lora_id=None,

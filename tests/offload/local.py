@@ -110,7 +110,7 @@ class LocalEngine:
             for stats in (part.kv_connector_stats, self.connector.get_kv_connector_stats()):
                 self.totals = self.totals if stats is None else self.totals.aggregate(stats)
 
-    def run(self, requests: Iterable[TraceRequest], *, concurrency: int = 1, seconds: float = 60.0) -> None:
+    def run(self, requests: Iterable[TraceRequest], *, concurrency: int = 1, seconds: float = 100.0) -> None:
         """All of them, ``concurrency`` in flight; then until nothing is under way."""
         todo, deadline = list(reversed(list(requests))), time.monotonic() + seconds
         while todo or self.scheduler.has_work():

@@ -404,6 +404,21 @@ def test_a_load_that_does_not_begin_in_time_fails_when_nothing_of_it_runs(sides:
     assert side.failed == ["b"]
 
 
+def test_what_is_being_loaded_makes_no_room(sides: list[Side], mocker: Any) -> None:
+    side = make(sides, blocks=2)
+    side.prefill("a", [1, 2], seed=1)
+    settled(side)
+    slow = SlowCopies(mocker)
+    admit(side, view_of("b", 1, 2), [10, 11, 12])
+    side.step()
+    assert slow.inside.wait(20)
+    side.prefill("c", [3, 4], seed=2)
+    assert side.stats.values["kv_offload_stores_skipped"] == 2
+    slow.go.set()
+    until_received(side, "b")
+    assert side.holds([10, 11], seed=1) and side.failed == []
+
+
 def test_shutdown_joins_copying_threads(sides: list[Side], mocker: Any) -> None:
     slow = SlowCopies(mocker)
     side = make(sides)

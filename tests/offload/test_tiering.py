@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvconn.engine.trace import TraceRequest
@@ -16,6 +17,7 @@ from kvconn.offload.events import BlockRemoved, BlockStored
 from kvconn.offload.keys import Identity
 from kvconn.offload.tiers.base import SecondaryTier
 from kvconn.offload.tiers.fs import FsTier
+from kvconn.offload.tiers.host import HostTier
 from tests.offload.local import SIZE, LocalEngine, expected_tokens, offload
 
 REQUESTS = [TraceRequest(f"r{n}", tuple((n * 50 + k) % 512 for k in range(100)), 2) for n in range(6)]
@@ -89,7 +91,7 @@ def test_a_disk_that_hangs_holds_up_neither_requests_nor_the_end(
     engine.run(REQUESTS)
     assert engine.tokens == expected
     assert engine.count("offload_lookups_timed_out") == 1 and hung.call_count == 1, "then it is left alone for a while"
-    assert engine.count("offload_saves_failed") == BLOCKS
+    assert engine.count("offload_saves_failed") == engine.count("offload_blocks_stored") > 0
     engine.close()
     go.set()
 
@@ -101,16 +103,33 @@ def test_a_read_that_hangs_touches_no_slot_when_it_comes_back(
     go, real = threading.Event(), FsTier.read
 
     def late(self: FsTier, key: bytes) -> bytes | None:
-        go.wait(60)
-        return b"\xee" * len(real(self, key) or b"")
+        assert go.wait(60)
+        return real(self, key)
 
     mocker.patch.object(FsTier, "read", late)
+    filling = mocker.spy(HostTier, "write")
     engine = start(tmp_path, kvconn={"lookup": 0.05, "load": 0.2})
     engine.run(REQUESTS)
+    assert engine.tokens == expected and engine.count("offload_fetches_failed") > 0
     go.set()
-    again = [TraceRequest(f"{one.id} again", one.prompt, one.output_length) for one in REQUESTS]
-    engine.run(again)
-    assert engine.tokens == expected | {f"{id} again": tokens for id, tokens in expected.items()}
+    engine.close()  # joins the threads
+    assert filling.call_count == 0
+
+
+def test_a_slot_that_was_copied_too_late_is_not_saved(mocker: Any) -> None:
+    """The job was given up, so that the slot may have been another block's."""
+    go, real = threading.Event(), HostTier.read
+    mocker.patch.object(HostTier, "read", lambda self, slot, length: go.wait(60) and real(self, slot, length))
+    mocker.patch.object(DictTier, "kept", {})
+    engine = LocalEngine(out_of_tree(), num_blocks=16)
+    try:
+        engine.worker_half.worker._limits = msgspec.structs.replace(engine.worker_half.worker._limits, store=0.2)
+        engine.run(REQUESTS[:1])
+        assert engine.count("offload_saves_failed") == 100 // SIZE
+        go.set()
+    finally:
+        engine.close()
+    assert DictTier.kept == {}
 
 
 def test_every_tier_tells_what_it_stored_and_removed(start: Start, tmp_path: Path) -> None:
@@ -151,7 +170,7 @@ class DictTier(SecondaryTier):
 
 def out_of_tree(**tier: Any) -> dict[str, Any]:
     entry = {"type": "DictTier", "module_path": "tests.offload.test_tiering"} | tier
-    return offload(spec_name="TieringOffloadingSpec", secondary_tiers=[entry])
+    return offload(spec_name="TieringOffloadingSpec", secondary_tiers=[entry], kvconn={"lookup": 60.0})
 
 
 def test_a_tier_from_elsewhere_is_used_like_ours(expected: Any) -> None:
