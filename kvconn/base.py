@@ -80,11 +80,15 @@ class GroupView(msgspec.Struct, frozen=True):
 
 
 class KVCacheView(msgspec.Struct, frozen=True):
-    """The pool as the scheduler sees it. ``block_size`` in tokens, ``num_blocks`` per group pool."""
+    """The pool as the scheduler sees it. ``block_size`` in tokens, ``num_blocks`` per group pool.
+
+    ``block_bytes``: one block with all its layers, in bytes, on the rank that has most of it; 0 where nobody asks.
+    """
 
     num_blocks: int
     block_size: int
     groups: tuple[GroupView, ...]
+    block_bytes: int = 0
 
 
 class LayerView(msgspec.Struct, frozen=True):

@@ -22,19 +22,28 @@ from kvconn.errors import ConfigError
 __all__ = [
     "ChildConfig",
     "ConnectorConfig",
+    "FsTierSettings",
     "KVTransferConfig",
     "Limits",
     "ModelView",
+    "ModuleTierSettings",
     "NixlSettings",
     "OffloadSettings",
     "ParallelConfig",
     "parse_child",
     "parse_extra",
     "parse_kv_transfer_config",
+    "parse_secondary_tiers",
 ]
 
 Role = Literal["kv_producer", "kv_consumer", "kv_both"]
 ROLES: tuple[str, ...] = ("kv_producer", "kv_consumer", "kv_both")
+#: key -> the words it may have, to name the one that was probably meant
+KNOWN_VALUES: dict[str, tuple[str, ...]] = {
+    "kv_role": ROLES,
+    "spec_name": ("CPUOffloadingSpec", "TieringOffloadingSpec"),
+    "eviction_policy": ("lru", "arc"),
+}
 T = TypeVar("T", bound=msgspec.Struct)
 #: a deadline: finite and after now (C7).
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
@@ -47,6 +56,15 @@ class Limits(msgspec.Struct, frozen=True):
     handshake: float = 10.0
     read: float = 60.0
     store: float = 60.0
+    load: float = 60.0
+    #: how long a request waits for a disk to say what it has and to bring it; after that it is computed
+    lookup: float = 0.5
+    #: how long a disk that was too slow is not asked
+    disk_rest: float = 30.0
+    #: how long a step waits for the copy of one block that it is about to overwrite
+    flush: float = 1.0
+    #: a thread that may hang in a disk's driver, when it was told to end
+    end_disk: float = 1.0
     lease: float = 30.0
     stall_after: float = 30.0
     quarantine_age: float = 60.0
@@ -67,6 +85,12 @@ class Limits(msgspec.Struct, frozen=True):
     early_max: int = 4096
     waiting_max: int = 4096
     peers_max: int = 4096
+    #: blocks on their way to the host tier, to and from the secondary tiers; look-ups under way; events kept
+    stores_max: int = 4096
+    saves_max: int = 256
+    fetches_max: int = 1024
+    lookups_max: int = 64
+    events_max: int = 4096
 
 
 LIMITS = Limits()
@@ -93,6 +117,13 @@ class OffloadKvconn(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The ``kvconn`` object in an OffloadingConnector's ``kv_connector_extra_config``."""
 
     store: Seconds = LIMITS.store
+    load: Seconds = LIMITS.load
+    lookup: Seconds = LIMITS.lookup
+    disk_rest: Seconds = LIMITS.disk_rest
+    stores_max: Count = LIMITS.stores_max
+    saves_max: Count = LIMITS.saves_max
+    fetches_max: Count = LIMITS.fetches_max
+    #: hold every request until its blocks are stored
     hold: bool = False
 
 
@@ -112,9 +143,29 @@ class NixlSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class OffloadSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """``kv_connector_extra_config`` of an OffloadingConnector. ``cpu_bytes_to_use`` per rank."""
 
+    spec_name: Literal["CPUOffloadingSpec", "TieringOffloadingSpec"] = "CPUOffloadingSpec"
     cpu_bytes_to_use: int = 64 << 20
-    eviction_policy: Literal["lru"] = "lru"
+    eviction_policy: Literal["lru", "arc"] = "lru"
+    #: false: blocks of generated tokens are stored too
+    offload_prompt_only: bool = True
+    secondary_tiers: tuple[dict[str, Any], ...] = ()
     kvconn: OffloadKvconn = OffloadKvconn()
+
+
+class FsTierSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A file tier: blocks below ``root_dir``, ``max_bytes`` per rank."""
+
+    type: Literal["fs"]
+    root_dir: Annotated[str, msgspec.Meta(pattern="^/")]
+    max_bytes: Count
+
+
+class ModuleTierSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A tier from elsewhere: class ``type`` in ``module_path``, which is given ``settings`` as they are."""
+
+    type: str
+    module_path: str
+    settings: dict[str, Any] = {}
 
 
 class MultiSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -237,6 +288,30 @@ def parse_extra(kind: type[T], config: KVTransferConfig, path: str = "kv_transfe
     return _to_struct(kind, config.kv_connector_extra_config, f"{path}.kv_connector_extra_config")
 
 
+def parse_secondary_tiers(
+    settings: OffloadSettings, path: str = "kv_transfer_config.kv_connector_extra_config.secondary_tiers"
+) -> list[tuple[str, FsTierSettings | ModuleTierSettings]]:
+    """Each tier with its path. Raises ConfigError with every problem of every tier."""
+    tiers: list[tuple[str, FsTierSettings | ModuleTierSettings]] = []
+    problems: list[str] = []
+    for index, raw in enumerate(settings.secondary_tiers):
+        where = f"{path}[{index}]"
+        kind: type[FsTierSettings | ModuleTierSettings] = ModuleTierSettings if "module_path" in raw else FsTierSettings
+        if kind is FsTierSettings and "type" in raw and raw["type"] != "fs":
+            problems.append(
+                f"{where}.type: expected 'fs', or a class beside a module_path, "
+                f"got {raw['type']!r}{_hint(raw['type'], ['fs'])}"
+            )
+            continue
+        try:
+            tiers.append((where, _to_struct(kind, raw, where)))
+        except ConfigError as err:
+            problems += err.problems
+    if problems:
+        raise ConfigError(problems)
+    return tiers
+
+
 def fresh_engine_id(config: KVTransferConfig) -> str:
     """The configured engine id, or an unguessable one."""
     return config.engine_id or uuid.uuid4().hex
@@ -285,4 +360,5 @@ def _hint(key: object, known: Sequence[str]) -> str:
 
 
 def _value_hint(name: str, value: object) -> str:
-    return _hint(value, ROLES) if name == "kv_role" and isinstance(value, str) else ""
+    known = KNOWN_VALUES.get(name)
+    return _hint(value, known) if known is not None and isinstance(value, str) else ""

@@ -21,7 +21,16 @@ from kvconn.base import LayerView
 from kvconn.config import ParallelConfig
 from kvconn.errors import ConfigError
 
-__all__ = ["HeadShare", "RankRole", "Region", "blocks_for", "coordinates", "regions_of"]
+__all__ = [
+    "HeadShare",
+    "RankRole",
+    "Region",
+    "blocks_for",
+    "coordinates",
+    "is_replicated",
+    "regions_of",
+    "share_of",
+]
 
 
 class Coordinates(msgspec.Struct, frozen=True):
@@ -77,6 +86,12 @@ def coordinates(parallel: ParallelConfig, rank: int) -> Coordinates:
 def is_replicated(parallel: ParallelConfig) -> bool:
     """True when every PCP rank holds the same KV (no DCP shards it)."""
     return parallel.pcp > 1 and parallel.dcp == 1
+
+
+def share_of(parallel: ParallelConfig, rank: int) -> str:
+    """A name for what ``rank`` holds of every block; replicas hold the same. Raises ConfigError."""
+    where = coordinates(parallel, rank)
+    return f"pp{where.pp}-pcp{0 if is_replicated(parallel) else where.pcp}-tp{where.tp}"
 
 
 class HeadShare(msgspec.Struct, frozen=True):

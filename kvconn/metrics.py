@@ -3,10 +3,12 @@
 Rules
 1. A :class:`Stats` is additive: ``a.aggregate(b)`` sums by name, so ranks, children and steps join in any order.
 2. Names are stable: ``nixl_*`` and ``kv_offload_*`` are vLLM's without the prefix, the rest are ours.
+3. A :class:`Meter` counts from any thread.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Mapping
 
@@ -41,15 +43,15 @@ class Meter:
 
     def __init__(self) -> None:
         self._values: Counter[str] = Counter()
+        self._lock = threading.Lock()
 
     def add(self, name: str, amount: float = 1) -> None:
         """Add ``amount`` (of the unit in the name) to counter ``name``."""
-        self._values[name] += amount  # type: ignore[assignment]
+        with self._lock:
+            self._values[name] += amount  # type: ignore[assignment]
 
     def take(self) -> Stats | None:
         """What was counted since the last call, or None."""
-        if not self._values:
-            return None
-        stats = Stats(self._values)
-        self._values = Counter()
-        return stats
+        with self._lock:
+            values, self._values = self._values, Counter()
+        return Stats(values) if values else None

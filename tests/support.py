@@ -110,7 +110,9 @@ class Side:
         cls = make or get_connector_class(parsed)
         if parsed.kv_connector == "MultiConnector" and kwargs:
             kwargs["make_child"] = partial(_make_child, dict(kwargs))
-        self.kv_cache = KVCacheView(num_blocks, BLOCK_SIZE, (GroupView("full", LAYERS),))
+        self.kv_cache = KVCacheView(
+            num_blocks, BLOCK_SIZE, (GroupView("full", LAYERS),), len(LAYERS) * BLOCK_SIZE * ROW
+        )
         self.config = ConnectorConfig(
             kv_transfer=parsed,
             engine_id=name,

@@ -191,7 +191,7 @@ class TestExtraConfig:
 
     def test_offload_and_multi_have_their_own_keys(self) -> None:
         assert len(extra_problems({"cpu_bytes_to_use": "1G"}, OffloadSettings)) == 1
-        assert len(extra_problems({"eviction_policy": "arc"}, OffloadSettings)) == 1
+        assert len(extra_problems({"eviction_policy": "fifo"}, OffloadSettings)) == 1
         assert len(extra_problems({}, MultiSettings)) == 1
         assert len(extra_problems({"connectors": [GOOD, 7]}, MultiSettings)) == 1
         raw = {**GOOD, "kv_connector_extra_config": {"connectors": [GOOD, GOOD]}}

@@ -141,7 +141,9 @@ def layer_names(model: ModelSpec) -> tuple[str, ...]:
 
 def kv_cache_view(config: EngineConfig) -> KVCacheView:
     """The pool, as connectors are told it."""
-    return KVCacheView(config.num_blocks, config.block_size, (GroupView("full", layer_names(config.model)),))
+    groups = (GroupView("full", layer_names(config.model)),)
+    block_bytes = config.block_size * config.model.row * 8 * config.model.n_layers  # float64
+    return KVCacheView(config.num_blocks, config.block_size, groups, block_bytes)
 
 
 def model_view(config: EngineConfig) -> ModelView:

@@ -2,13 +2,14 @@
 
 Rules
 1. No decision is made here: configuration is checked, views and sets are translated, the halves decide.
-2. This version stores and holds; loads from the tier come with a later one, so that ``kvconn.hold`` must be true.
+2. Both halves are made from one identity of the engine's blocks (:mod:`kvconn.offload.keys`).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 from kvconn.base import (
@@ -16,6 +17,7 @@ from kvconn.base import (
     ConnectorMetadata,
     ConnectorRole,
     FinishReason,
+    KVBlocks,
     KVCacheView,
     KVConnector,
     KVConnectorOutput,
@@ -30,15 +32,17 @@ from kvconn.errors import ConfigError
 from kvconn.geometry import RankRole
 from kvconn.ledger import filter_output
 from kvconn.metrics import Stats
+from kvconn.offload.keys import identity_of
 from kvconn.offload.metadata import OffloadMetadata
 from kvconn.offload.scheduler import OffloadScheduler
+from kvconn.offload.tiers.make import make_tiers
 from kvconn.offload.worker import OffloadWorker
 
 __all__ = ["OffloadingConnector"]
 
 
 class OffloadingConnector(KVConnector):
-    """Every request's full blocks to host memory, holding the request until they are there.
+    """Prompt blocks to host memory as they are computed, to secondary tiers from there, and back on a prefix hit.
 
     ``clock``: seconds, default ``time.perf_counter``. Raises ConfigError for what this version cannot do.
     """
@@ -58,10 +62,15 @@ class OffloadingConnector(KVConnector):
         self._scheduler: OffloadScheduler | None = None
         self._worker: OffloadWorker | None = None
         if role is ConnectorRole.SCHEDULER:
-            self._scheduler = OffloadScheduler(config, kv_cache)
+            identity = identity_of(config.model, config.parallel, kv_cache.block_size, None)
+            tiers = make_tiers(settings, identity, kv_cache.block_bytes)
+            self._scheduler = OffloadScheduler(config, settings, kv_cache, tiers)
         else:
             rank = 0 if config.rank is None else config.rank
-            self._worker = OffloadWorker(settings, RankRole.of(config.parallel, rank, config.kv_transfer.kv_role))
+            identity = identity_of(config.model, config.parallel, kv_cache.block_size, rank)
+            tiers = make_tiers(settings, identity, kv_cache.block_bytes)
+            role_of = RankRole.of(config.parallel, rank, config.kv_transfer.kv_role)
+            self._worker = OffloadWorker(settings, role_of, kv_cache, tiers)
 
     # -- scheduler half ------------------------------------------------------------------------------------------
 
@@ -72,8 +81,17 @@ class OffloadingConnector(KVConnector):
             raise ConfigError("OffloadingConnector: a scheduler method was called on a worker instance")
         return self._scheduler
 
+    def on_new_request(self, request: RequestView) -> None:
+        self.scheduler.arrived(request)
+
+    def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> tuple[int | None, bool]:
+        return self.scheduler.match(request, num_computed_tokens, self._clock())
+
+    def update_state_after_alloc(self, request: RequestView, blocks: KVBlocks, num_external_tokens: int) -> None:
+        self.scheduler.allocated(request, blocks, num_external_tokens, self._clock())
+
     def build_connector_meta(self, step: StepView) -> ConnectorMetadata:
-        return OffloadMetadata(self.scheduler.step())
+        return OffloadMetadata(self.scheduler.step(step, self._clock()))
 
     def request_finished(
         self, request: RequestView, blocks: BlockIds, reason: FinishReason
@@ -81,7 +99,16 @@ class OffloadingConnector(KVConnector):
         return self.scheduler.finished(request, blocks, reason, self._clock()), None
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
-        filter_output(output, self.scheduler.reports)
+        filter_output(output, partial(self.scheduler.reports, now=self._clock()))
+
+    def has_pending_push_work(self) -> bool:
+        return self.scheduler.busy()
+
+    def take_events(self) -> Iterable[Any]:
+        return self.scheduler.take_events()
+
+    def reset_cache(self) -> bool | None:
+        return self.scheduler.reset()
 
     def explain(self, now: float) -> list[str]:
         return self.scheduler.explain(now) if self.role is ConnectorRole.SCHEDULER else []
@@ -102,6 +129,16 @@ class OffloadingConnector(KVConnector):
         super().bind_connector_metadata(metadata)
         if isinstance(metadata, OffloadMetadata):
             self.worker.bind(metadata.step, self._clock())
+
+    def handle_preemptions(self, metadata: ConnectorMetadata) -> None:
+        if isinstance(metadata, OffloadMetadata):
+            self.worker.flush(metadata.step)
+
+    def start_load_kv(self, context: object = None, **kwargs: object) -> None:
+        self.worker.start_loads(self._clock())
+
+    def wait_for_save(self) -> None:
+        self.worker.start_stores(self._clock())
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> TransferResults:
         return self.worker.poll(self._clock())
@@ -129,13 +166,20 @@ def _check(config: ConnectorConfig, settings: OffloadSettings, kv_cache: KVCache
     if config.kv_transfer.kv_role != "kv_both":
         problems.append(f"kv_transfer_config.kv_role: expected kv_both, got {config.kv_transfer.kv_role}")
     extra = "kv_transfer_config.kv_connector_extra_config"
-    if not settings.kvconn.hold:
+    if kv_cache.block_bytes < 1:
         problems.append(
-            f"{extra}.kvconn.hold: expected true (storing without holding comes with loads, in a later version), "
-            "got false"
+            "kv_transfer_config.kv_connector: OffloadingConnector needs the engine to say how many bytes a block has "
+            f"(KVCacheView.block_bytes), got {kv_cache.block_bytes}"
         )
-    if settings.cpu_bytes_to_use < 1:
-        problems.append(f"{extra}.cpu_bytes_to_use: expected bytes > 0, got {settings.cpu_bytes_to_use}")
+    elif settings.cpu_bytes_to_use < kv_cache.block_bytes:
+        problems.append(
+            f"{extra}.cpu_bytes_to_use: expected at least one block of {kv_cache.block_bytes} bytes (all layers), "
+            f"got {settings.cpu_bytes_to_use}"
+        )
+    tiering, tiers = settings.spec_name == "TieringOffloadingSpec", bool(settings.secondary_tiers)
+    if tiering != tiers:
+        wanted = "at least one with TieringOffloadingSpec" if tiering else "none with CPUOffloadingSpec"
+        problems.append(f"{extra}.secondary_tiers: expected {wanted}, got {len(settings.secondary_tiers)}")
     kinds = sorted({group.kind for group in kv_cache.groups} - {"full"})
     if kinds:
         problems.append(

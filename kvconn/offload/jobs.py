@@ -1,119 +1,160 @@
-"""Store jobs of one rank: one per held request. Pure; time is an argument.
+"""Jobs of one kind on one rank: what waits, what runs, what came of it. Time is an argument, nothing is touched.
 
 Rules
-1. A job ends once: when its copy has returned, or at once when there is nothing to copy, or when it is given up before
-   its copy began. While its copy runs it cannot end, whatever the deadline (C6): somebody reads the request's blocks.
-2. At its deadline a waiting job is given up; a running one is told to stop after the block it is at (C7).
-3. Waiting copies are bounded in blocks; a job beyond the bound is given up at once.
-Deadlines are seconds of the worker's clock.
+1. A job ends once. WAITING -> RUNNING -> ended; WAITING -> ended when it is given up.
+2. ``attached`` jobs read or write the engine's cache or a host slot all the while they run: such a job cannot end
+   before its thread has returned, whatever the deadline (C6); it is told to be in vain, and ends failed.
+3. Detached jobs (disk) end at their deadline, however long their thread hangs (C7), and what it returns later is
+   ignored. So they write a slot only after :meth:`JobTable.land`, and trust what they read of one only if the job
+   stands after it.
+4. What waits is bounded; a job beyond the bound ends failed at once.
+5. Every method is atomic; threads call :meth:`~JobTable.take`, :meth:`~JobTable.land` and :meth:`~JobTable.returned`,
+   the step thread everything else.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
-from collections.abc import Iterable
+from typing import Generic, TypeVar
 
 import msgspec
 
-__all__ = ["Copy", "Ended", "StoreJob", "StoreJobs"]
+__all__ = ["Ended", "JobTable"]
 
-
-class Copy(msgspec.Struct, frozen=True):
-    """One block to copy: ``blocks`` has its id per cache group, ``address`` is where it goes."""
-
-    key: bytes
-    blocks: tuple[int, ...]
-    address: int
-
-
-class StoreJob:
-    """A held request's copies. ``stop`` is the only word to a running copy, read between blocks."""
-
-    __slots__ = ("copies", "deadline", "id", "n", "stop")
-
-    def __init__(self, id: str, n: int, copies: tuple[Copy, ...], deadline: float) -> None:
-        self.id = id
-        self.n = n
-        self.copies = copies
-        self.deadline = deadline
-        self.stop = False
+J = TypeVar("J")
+#: (job, part of it)
+Number = tuple[int, int]
 
 
 class Ended(msgspec.Struct, frozen=True):
-    """A job that ended: the blocks it wrote and those it did not."""
+    """Job ``number`` is over."""
 
-    id: str
-    n: int
-    written: tuple[Copy, ...] = ()
-    unwritten: tuple[Copy, ...] = ()
+    number: Number
+    fine: bool
 
 
-class StoreJobs:
-    """At most ``parallel`` copies run, at most ``max_waiting`` blocks wait."""
+class _Job(Generic[J]):
+    __slots__ = ("attached", "deadline", "vain", "work")
 
-    def __init__(self, parallel: int, max_waiting: int) -> None:
-        self._parallel = parallel
-        self._max_waiting = max_waiting
-        self._waiting: OrderedDict[int, StoreJob] = OrderedDict()
-        self._waiting_blocks = 0
-        self._running: dict[int, StoreJob] = {}
+    def __init__(self, work: J, deadline: float, attached: bool) -> None:
+        self.work = work
+        self.deadline = deadline
+        self.attached = attached
+        self.vain = False
+
+
+class JobTable(Generic[J]):
+    """At most ``limit`` jobs wait."""
+
+    def __init__(self, limit: int, *, attached: bool) -> None:
+        self._limit = limit
+        self._attached = attached
+        self._waiting: OrderedDict[Number, _Job[J]] = OrderedDict()
+        self._running: dict[Number, _Job[J]] = {}
         self._ended: list[Ended] = []
+        self._closed = False
+        self._changed = threading.Condition()
 
-    def room(self) -> int:
-        """Blocks that may still be queued."""
-        return max(0, self._max_waiting - self._waiting_blocks)
+    # -- the step thread -----------------------------------------------------------------------------------------
 
-    def add(self, id: str, n: int, copies: Iterable[Copy], deadline: float) -> None:
-        """A held request; without copies it ends at once."""
-        job = StoreJob(id, n, tuple(copies), deadline)
-        if not job.copies or len(job.copies) > self.room():
-            self._ended.append(Ended(id, n, unwritten=job.copies))
-            return
-        self._waiting[n] = job
-        self._waiting_blocks += len(job.copies)
+    def add(self, number: Number, work: J, deadline: float) -> None:
+        """A new job."""
+        with self._changed:
+            if self._closed or len(self._waiting) >= self._limit:
+                self._ended.append(Ended(number, False))
+                return
+            self._waiting[number] = _Job(work, deadline, self._attached)
+            self._changed.notify()
 
-    def start(self) -> list[StoreJob]:
-        """Jobs whose copies begin now."""
-        started: list[StoreJob] = []
-        while self._waiting and len(self._running) < self._parallel:
-            n, job = self._waiting.popitem(last=False)
-            self._waiting_blocks -= len(job.copies)
-            self._running[n] = job
-            started.append(job)
-        return started
+    def claim(self, number: Number) -> J | None:
+        """Run a job that waits here and now: the caller is its thread. None: it does not wait."""
+        with self._changed:
+            return self._start(number) if number in self._waiting else None
 
-    def returned(self, n: int, written: int) -> None:
-        """Job ``n``'s copy is over; its first ``written`` blocks are in place."""
-        job = self._running.pop(n)
-        self._ended.append(Ended(job.id, n, job.copies[:written], job.copies[written:]))
+    def wait(self, number: Number, seconds: float) -> bool:
+        """Until it does not run any more. False: it still does, and will end failed."""
+        with self._changed:
+            if self._changed.wait_for(lambda: number not in self._running, seconds):
+                return True
+            self._running[number].vain = True
+            return False
 
     def expire(self, now: float) -> None:
-        """Judge deadlines; call after what returned was taken in (C11)."""
-        for n in [n for n, job in self._waiting.items() if job.deadline <= now]:
-            self._give_up(n)
-        for job in self._running.values():
-            if job.deadline <= now:
-                job.stop = True
+        """Judge deadlines; call after results were taken (C11)."""
+        with self._changed:
+            for number in [n for n, job in self._waiting.items() if job.deadline <= now]:
+                del self._waiting[number]
+                self._ended.append(Ended(number, False))
+            for number in [n for n, job in self._running.items() if job.deadline <= now]:
+                self._give_up(number)
 
-    def stop(self) -> None:
-        """Give up what waits, and tell what runs to stop."""
-        for n in list(self._waiting):
-            self._give_up(n)
-        for job in self._running.values():
-            job.stop = True
-
-    def _give_up(self, n: int) -> None:
-        job = self._waiting.pop(n)
-        self._waiting_blocks -= len(job.copies)
-        self._ended.append(Ended(job.id, n, unwritten=job.copies))
+    def _give_up(self, number: Number) -> None:
+        if self._running[number].attached:
+            self._running[number].vain = True
+        else:
+            del self._running[number]
+            self._ended.append(Ended(number, False))
 
     def take_ended(self) -> list[Ended]:
         """Jobs that ended since the last call. Consumes."""
-        ended, self._ended = self._ended, []
-        return ended
+        with self._changed:
+            ended, self._ended = self._ended, []
+            return ended
+
+    def close(self) -> None:
+        """Give up what waits and what is detached; threads find nothing more to take."""
+        with self._changed:
+            self._closed = True
+            self._ended += [Ended(number, False) for number in self._waiting]
+            self._waiting.clear()
+            for number in list(self._running):
+                self._give_up(number)
+            self._changed.notify_all()
 
     def __len__(self) -> int:
         return len(self._waiting) + len(self._running)
 
+    # -- job threads ---------------------------------------------------------------------------------------------
+
+    def take(self, seconds: float) -> tuple[Number, J] | None:
+        """The oldest waiting job, which runs from now on. None: nothing came in time, or the table is closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._closed, seconds)
+            if self._closed or not self._waiting:
+                return None
+            number = next(iter(self._waiting))
+            return number, self._start(number)
+
+    def _start(self, number: Number) -> J:
+        job = self._running[number] = self._waiting.pop(number)
+        return job.work
+
+    def land(self, number: Number) -> bool:
+        """A detached job is about to touch its slot. False: it was given up, hands off."""
+        with self._changed:
+            job = self._running.get(number)
+            if job is None:
+                return False
+            job.attached = True
+            return not job.vain
+
+    def stands(self, number: Number) -> bool:
+        """The job was not given up so far: what it read of its slot until now is the slot's."""
+        with self._changed:
+            return number in self._running
+
+    def returned(self, number: Number, fine: bool) -> None:
+        """A job's thread is done with it."""
+        with self._changed:
+            job = self._running.pop(number, None)
+            if job is not None:
+                self._ended.append(Ended(number, fine and not job.vain))
+            self._changed.notify_all()
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
     def __repr__(self) -> str:
-        return f"StoreJobs(waiting={len(self._waiting)} running={len(self._running)})"
+        return f"JobTable(waiting={len(self._waiting)} running={len(self._running)})"

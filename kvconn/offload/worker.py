@@ -1,16 +1,18 @@
-"""The worker half: copies held requests' blocks to the host tier, and reports each held request once.
+"""The worker half: moves one rank's share of blocks where the scheduler half says, and answers for each.
 
 Contract this half keeps
-- The canonical replica reports when the request's blocks are stored, were stored before, were skipped, or the deadline
-  passed and no copy of it runs; at the poll of the announcing step when there is nothing to copy.
-- A replicated rank (PCP > 0) stores nothing and reports at the poll of the announcing step (C1).
+- Every job is answered once, by every rank: done, or failed when it could not be done in time. A rank with no share
+  of it (``hold`` on a replica, saving on a replica) answers at that step's poll.
+- Every load is reported once, when none of its copies runs any more (C6), as failed if one of them was not done.
+- Every hold is reported once, when the store jobs it names are over here; at that step's poll when none is open.
 
 Rules
-1. One poll: :meth:`OffloadWorker.poll` (C5). In it copies that returned are taken in before deadlines are judged (C11).
-2. Copies run on a small pool; state changes only on the step thread. A pool thread reads the cache, writes reserved
-   slots, and answers through one queue.
-3. What cannot be stored is skipped and counted: holding a request costs the engine's memory, losing a stored block
-   costs a recomputation.
+1. One poll: :meth:`OffloadWorker.poll` (C5). In it what returned is taken in before deadlines are judged (C11).
+2. State changes on the step thread. Threads copy, read and write, and answer through their job table.
+3. Stores read blocks that a later step may overwrite. :meth:`OffloadWorker.flush`, before any block of that step is
+   written, copies what still waits, waits a moment for what is being copied, and gives up the rest: the bytes stored
+   under a key are always that key's.
+4. Disk threads hold no slot while they wait for the disk: saving copies the slot first, fetching fills it last.
 Time is an argument, in seconds of the worker's clock.
 """
 
@@ -19,167 +21,309 @@ from __future__ import annotations
 import ctypes
 import itertools
 import logging
-import queue
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
-from kvconn.base import Fact, LayerView, TransferResults, WorkerFacts
-from kvconn.config import OffloadSettings
+from kvconn.base import Fact, KVCacheView, LayerView, TransferResults, WorkerFacts
+from kvconn.config import LIMITS, OffloadSettings
 from kvconn.errors import ConfigError
 from kvconn.geometry import RankRole, Region, regions_of
+from kvconn.ledger import Child
 from kvconn.metrics import Meter
-from kvconn.offload.jobs import Copy, Ended, StoreJob, StoreJobs
-from kvconn.offload.metadata import OffloadStep, StoreSpec
+from kvconn.offload.jobs import Ended, JobTable, Number
+from kvconn.offload.metadata import GONE, JOBS, Fetch, Hold, Load, OffloadStep, Save, Store
+from kvconn.offload.runner import Runner
+from kvconn.offload.tiers.base import SecondaryTier
 from kvconn.offload.tiers.host import HostTier
 
 __all__ = ["OffloadWorker"]
 
 log = logging.getLogger("kvconn.offload")
 
-#: copying threads of one rank
-THREADS = 2
-#: blocks that may wait to be copied
-MAX_WAITING = 4096
+T = TypeVar("T")
+
+#: seconds between two log lines about a tier that fails
+COMPLAIN_EVERY = 60.0
+
+
+class _Loading:
+    """A load life on this rank."""
+
+    __slots__ = ("failed", "left", "load")
+
+    def __init__(self, load: Load) -> None:
+        self.load = load
+        self.left = len(load.slots)
+        self.failed = load.lost
 
 
 class OffloadWorker:
-    """One rank. Only a rank that stores has a tier and threads."""
+    """One rank. ``tiers`` belong to its share."""
 
-    def __init__(self, settings: OffloadSettings, role: RankRole) -> None:
+    def __init__(
+        self,
+        settings: OffloadSettings,
+        role: RankRole,
+        kv_cache: KVCacheView,
+        tiers: Sequence[SecondaryTier] = (),
+    ) -> None:
         self.role = role
         self.meter = Meter()
         self.tier: HostTier | None = None
-        self._settings = settings
+        self._limits = settings.kvconn
+        self._slots = settings.cpu_bytes_to_use // kv_cache.block_bytes
+        self._block_bytes = kv_cache.block_bytes
+        self._tiers = tuple(tiers)
+        #: under ``hold`` a replica stores nothing; it never writes to secondary tiers, its canonical rank does
+        self._idle = role.replicates and settings.kvconn.hold
         self._regions: tuple[Region, ...] = ()
         self._offsets: tuple[int, ...] = ()
-        self._jobs = StoreJobs(THREADS, MAX_WAITING)
-        self._pool: ThreadPoolExecutor | None = None
-        self._returned: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
-        self._newest = 0
+        self._stores: JobTable[Store] = JobTable(self._limits.stores_max, attached=True)
+        self._copies: JobTable[tuple[int, tuple[int, ...]]] = JobTable(kv_cache.num_blocks, attached=True)
+        self._saves: JobTable[Save] = JobTable(self._limits.saves_max, attached=False)
+        self._fetches: JobTable[Fetch] = JobTable(self._limits.fetches_max, attached=False)
+        self._copying: list[Runner[Any]] = []
+        self._on_disk: list[Runner[Any]] = []
+        self._store_runner: Runner[Store] | None = None
+        #: jobs not answered yet: n -> name
+        self._names: dict[int, str] = {}
+        self._open_stores: set[int] = set()
+        self._loading: dict[int, _Loading] = {}
+        self._holding: dict[int, tuple[Hold, set[int]]] = {}
+        self._staged_stores: list[Store] = []
+        self._staged_loads: list[Load] = []
+        self._newest: dict[type, int] = {}
         self._facts: list[Fact] = []
+        self._complained: dict[str, float] = {}
 
     def register(self, layers: Mapping[str, LayerView]) -> None:
         """The cache of this rank. Raises ConfigError for memory this version cannot copy."""
-        if self.role.replicates:
-            return
-        self._regions = regions_of(layers.values())
         problems = [
-            f"layer {layer.name}: this version stores full attention in DRAM, got {layer.kind} in {layer.mem_type}"
+            f"layer {layer.name}: offloading moves full attention in DRAM, got {layer.kind} in {layer.mem_type}"
             for layer in layers.values()
             if layer.kind != "full" or layer.mem_type != "DRAM"
         ]
+        self._regions = regions_of(layers.values())
+        self._offsets = tuple(itertools.accumulate((region.length for region in self._regions), initial=0))
+        if self._offsets[-1] > self._block_bytes:
+            problems.append(
+                f"kv_cache.block_bytes: the engine said {self._block_bytes} bytes a block, "
+                f"its layers on rank {self.role.rank} have {self._offsets[-1]}"
+            )
         if problems:
             raise ConfigError(problems)
-        self._offsets = tuple(itertools.accumulate((r.length for r in self._regions), initial=0))
-        self.tier = HostTier(self._settings.cpu_bytes_to_use, self._offsets[-1])
-        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix=f"kvconn-offload-{self.role.rank}")
+        if self._idle:
+            return
+        self.tier = HostTier(self._slots, self._block_bytes)
+        name = f"kvconn-offload-{self.role.rank}"
+        self._store_runner = Runner(f"{name}-store", 1, self._stores, self._store)
+        self._copying = [self._store_runner, Runner(f"{name}-load", 1, self._copies, self._load)]
+        if self._tiers:
+            self._on_disk = [
+                Runner(f"{name}-save", 1, self._saves, self._save),
+                Runner(f"{name}-fetch", 2, self._fetches, self._fetch),
+            ]
 
     # -- a step --------------------------------------------------------------------------------------------------
 
+    def flush(self, step: OffloadStep) -> None:
+        """Rule 3. Before any block of this step is written."""
+        for n in step.flush:
+            job = self._stores.claim((n, 0))
+            if job is not None and self._store_runner is not None:
+                self._store_runner.run((n, 0), job)
+            elif not self._stores.wait((n, 0), LIMITS.flush):
+                self.meter.add("offload_stores_torn")
+
     def bind(self, step: OffloadStep, now: float) -> None:
-        """This step's announcements. An announcement bound before changes nothing."""
-        for spec in step.stores:
-            if spec.n > self._newest:
-                self._newest = spec.n
-                self._jobs.add(spec.id, spec.n, self._copies(spec), now + self._settings.kvconn.store)
-        self._start()
-
-    def _copies(self, spec: StoreSpec) -> list[Copy]:
-        """What of ``spec`` has to be copied, with a reserved slot for each."""
-        tier, copies = self.tier, list[Copy]()
-        if tier is None:
-            return copies
-        known = skipped = 0
-        room = self._jobs.room()
-        for k, key in enumerate(spec.keys):
-            if tier.touch(key):
-                known += 1
-                continue
-            address = tier.reserve(key) if len(copies) < room else None
-            if address is None:
-                skipped += 1
+        """This step's orders. What was bound before changes nothing."""
+        for hold in self._new(step.holds):
+            self._holding[hold.n] = (hold, self._open_stores.intersection(hold.stores))
+        for store in self._new(step.stores):
+            self._names[store.n] = store.name
+            if self._idle:
+                self._answer(store.n, True)
             else:
-                copies.append(Copy(key, tuple(ids[k] for ids in spec.blocks), address))
-        self._count("offload_blocks_deduplicated", known)
-        self._count("offload_blocks_skipped", skipped)
-        return copies
+                self._open_stores.add(store.n)
+                self._staged_stores.append(store)
+        for save in self._new(step.saves):
+            self._names[save.n] = save.name
+            if self.role.replicates:
+                self._answer(save.n, True)
+            else:
+                self._saves.add((save.n, 0), save, now + self._limits.store)
+        for fetch in self._new(step.fetches):
+            self._names[fetch.n] = fetch.name
+            self._fetches.add((fetch.n, 0), fetch, now + self._limits.load)
+        self._staged_loads += self._new(step.loads)
 
-    def _start(self) -> None:
-        for job in self._jobs.start():
-            assert self._pool is not None, "a job with copies on a rank without a tier"
-            self._pool.submit(self._copy, job)
+    def _new(self, orders: Sequence[Any]) -> list[Any]:
+        """Those that were not bound before."""
+        if not orders:
+            return []
+        newest = self._newest.get(type(orders[0]), 0)
+        new = [order for order in orders if order.n > newest]
+        self._newest[type(orders[0])] = max(newest, orders[-1].n)
+        return new
 
-    def _copy(self, job: StoreJob) -> None:
-        """On a pool thread: copy until done or told to stop, then say how far it came."""
-        written = 0
-        try:
-            for copy in job.copies:
-                if job.stop:
-                    break
-                for region, offset in zip(self._regions, self._offsets, strict=False):
-                    source = region.base + copy.blocks[region.group] * region.stride
-                    ctypes.memmove(copy.address + offset, source, region.length)
-                written += 1
-        except Exception:  # a thread of ours must answer, or the request is held for ever
-            log.exception("rank %d: storing blocks of %s", self.role.rank, job.id)
-        self._returned.put((job.n, written))
+    def start_loads(self, now: float) -> None:
+        """Begin the loads that were bound."""
+        for load in self._staged_loads:
+            self._loading[load.n] = _Loading(load)
+            for k, slot in enumerate(load.slots):
+                blocks = tuple(ids[k] for ids in load.blocks)
+                self._copies.add((load.n, k), (slot, blocks), now + self._limits.load)
+        self._staged_loads = []
+
+    def start_stores(self, now: float) -> None:
+        """The step's blocks are computed: begin to store them."""
+        for store in self._staged_stores:
+            self._stores.add((store.n, 0), store, now + self._limits.store)
+        self._staged_stores = []
 
     # -- the poll ------------------------------------------------------------------------------------------------
 
     def poll(self, now: float) -> TransferResults:
-        """Held requests this rank is done with since the last poll. Consumes (C5)."""
-        self._drain()
-        self._jobs.expire(now)
-        self._start()
-        sent = frozenset(ended.id for ended in self._settle())
-        return TransferResults(finished_sending=sent)
+        """Holds and loads that this rank is done with. Consumes (C5)."""
+        self.start_loads(now)
+        self.start_stores(now)
+        self._take()
+        for table in (self._stores, self._copies, self._saves, self._fetches):
+            table.expire(now)
+        self._take()
+        for tier in self._tiers if not self.role.replicates else ():
+            self._facts += [
+                Fact(f"{tier.name}:{key.hex()}", "send", 0, self.role.rank, "done", GONE) for key in tier.take_removed()
+            ]
+        received, failed = self._loaded()
+        return TransferResults(self._released(), received, failed)
 
-    def _drain(self) -> None:
-        while True:
-            try:
-                n, written = self._returned.get_nowait()
-            except queue.Empty:
-                return
-            self._jobs.returned(n, written)
+    def _take(self) -> None:
+        """Answer every job that is over."""
+        for ended in self._stores.take_ended():
+            self._open_stores.discard(ended.number[0])
+            self._answer(ended.number[0], ended.fine)
+            self._measure("store", ended)
+        for table in (self._saves, self._fetches):
+            for ended in table.take_ended():
+                self._answer(ended.number[0], ended.fine)
+        for ended in self._copies.take_ended():
+            loading = self._loading[ended.number[0]]
+            loading.left -= 1
+            loading.failed |= not ended.fine
+            self._measure("load", ended)
 
-    def _settle(self) -> list[Ended]:
-        ended = self._jobs.take_ended()
-        for job in ended:
-            self._keep(job)
-            self._facts.append(Fact(job.id, "send", job.n, self.role.rank, "done"))
-        return ended
+    def _answer(self, n: int, fine: bool) -> None:
+        self._say(self._names.pop(n), "send", n, fine, JOBS)
 
-    def _keep(self, job: Ended) -> None:
-        if self.tier is None:
-            return
-        for copy in job.written:
-            self.tier.commit(copy.key)
-        for copy in job.unwritten:
-            self.tier.abandon(copy.key)
-        self._count("offload_blocks_stored", len(job.written))
-        self._count("offload_bytes_stored", len(job.written) * self.tier.block_bytes)
-        self._count("offload_blocks_skipped", len(job.unwritten))
+    def _say(self, id: str, direction: Any, n: int, fine: bool, child: Child = (), why: str = "") -> None:
+        if not fine:
+            self._facts.append(Fact(id, direction, n, self.role.rank, "failed", child, why))
+        self._facts.append(Fact(id, direction, n, self.role.rank, "done" if fine else "quiet", child))
 
-    def _count(self, name: str, amount: int) -> None:
-        if amount:
-            self.meter.add(name, amount)
+    def _measure(self, what: str, ended: Ended) -> None:
+        if ended.fine:
+            self.meter.add(f"kv_offload_{what}_bytes", self._offsets[-1])
+            self.meter.add(f"kv_offload_{what}_blocks")
+
+    def _loaded(self) -> tuple[frozenset[str], frozenset[str]]:
+        over = [loading for loading in self._loading.values() if loading.left == 0]
+        for loading in over:
+            del self._loading[loading.load.n]
+            why = "its blocks left the host tier" if loading.load.lost else "not copied from the host tier in time"
+            self._say(loading.load.id, "recv", loading.load.n, not loading.failed, why=why)
+        failed = frozenset(loading.load.id for loading in over if loading.failed)
+        return frozenset(loading.load.id for loading in over), failed
+
+    def _released(self) -> frozenset[str]:
+        over = [hold for hold, stores in self._holding.values() if not stores & self._open_stores]
+        for hold in over:
+            del self._holding[hold.n]
+            self._say(hold.id, "send", hold.n, True)
+        return frozenset(hold.id for hold in over)
+
+    # -- on threads ----------------------------------------------------------------------------------------------
+
+    def _store(self, number: Number, store: Store) -> bool:
+        began = time.perf_counter()
+        self._move(store.slot, store.blocks, load=False)
+        self.meter.add("kv_offload_store_time", time.perf_counter() - began)
+        return True
+
+    def _load(self, number: Number, copy: tuple[int, tuple[int, ...]]) -> bool:
+        began = time.perf_counter()
+        self._move(*copy, load=True)
+        self.meter.add("kv_offload_load_time", time.perf_counter() - began)
+        return True
+
+    def _move(self, slot: int, blocks: tuple[int, ...], *, load: bool) -> None:
+        """One block between the cache and its slot; regions lie in a slot one behind the other."""
+        assert self.tier is not None, "a rank without a tier has no jobs"
+        start = self.tier.address(slot)
+        for region, offset in zip(self._regions, self._offsets, strict=False):
+            place = region.base + blocks[region.group] * region.stride
+            if load:
+                ctypes.memmove(place, start + offset, region.length)
+            else:
+                ctypes.memmove(start + offset, place, region.length)
+
+    def _save(self, number: Number, save: Save) -> bool:
+        assert self.tier is not None, "a rank without a tier has no jobs"
+        data = self.tier.read(save.slot, self._offsets[-1])
+        if not self._saves.stands(number):
+            return False  # given up: the slot may have been another block's when it was copied
+        wrote = [self._tried(tier, partial(tier.write, save.key, data)) for tier in self._tiers]
+        return all(one is True for one in wrote)
+
+    def _fetch(self, number: Number, fetch: Fetch) -> bool:
+        assert self.tier is not None, "a rank without a tier has no jobs"
+        for tier in self._tiers:
+            data = self._tried(tier, partial(tier.read, fetch.key))
+            if data is None or len(data) != self._offsets[-1]:
+                continue
+            if not self._fetches.land(number):
+                return False
+            self.tier.write(fetch.slot, data)
+            return True
+        return False
+
+    def _tried(self, tier: SecondaryTier, do: Callable[[], T]) -> T | None:
+        """A tier's answer; None, counted and logged now and then, when its medium fails."""
+        try:
+            return do()
+        except OSError as err:
+            self.meter.add("offload_tier_errors")
+            now = time.monotonic()
+            if now - self._complained.get(tier.name, float("-inf")) >= COMPLAIN_EVERY:
+                self._complained[tier.name] = now
+                log.error("rank %d: offloading tier %s fails, blocks are skipped: %s", self.role.rank, tier.name, err)
+            return None
+
+    # -- the rest ------------------------------------------------------------------------------------------------
 
     def take_facts(self) -> WorkerFacts | None:
-        """The facts behind the sets of the last poll."""
+        """The facts behind the last poll."""
         if not self._facts:
             return None
         facts, self._facts = WorkerFacts(tuple(self._facts)), []
         return facts
 
     def shutdown(self) -> None:
-        """Stop copying, join the threads, then unmap. Idempotent."""
-        self._jobs.stop()
-        if self._pool is not None:
-            self._pool.shutdown(wait=True)
-            self._pool = None
-        if self.tier is not None:
+        """Stop the threads, then unmap. Idempotent."""
+        ended = [runner.close(LIMITS.end_thread) for runner in self._copying]
+        for runner in self._on_disk:
+            runner.close(LIMITS.end_disk)
+        self._copying, self._on_disk = [], []
+        for tier in self._tiers:
+            tier.close()
+        if self.tier is not None and all(ended):
             self.tier.close()
             self.tier = None
 
     def __repr__(self) -> str:
-        return f"OffloadWorker({self.role!r} {self._jobs!r} {self.tier!r})"
+        return (
+            f"OffloadWorker({self.role!r} stores={len(self._stores)} loads={len(self._loading)} "
+            f"saves={len(self._saves)} fetches={len(self._fetches)} {self.tier!r})"
+        )

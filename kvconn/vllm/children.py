@@ -114,7 +114,7 @@ class Whole(KVConnector):
         return self._inner.has_pending_push_work()
 
     def take_events(self) -> Iterable[Any]:
-        return self._inner.take_events()
+        return self.facade.take_events()  # in vLLM's classes
 
     def reset_cache(self) -> bool | None:
         return self._inner.reset_cache()

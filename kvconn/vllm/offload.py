@@ -8,11 +8,16 @@ called.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
+
+from vllm.distributed.kv_events import BlockRemoved, BlockStored
+from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
 from kvconn.base import ConnectorRole, KVCacheView, KVConnector
 from kvconn.config import ConnectorConfig
 from kvconn.metrics import Stats
+from kvconn.offload import events
 from kvconn.offload.connector import OffloadingConnector as NeutralOffloadingConnector
 from kvconn.vllm.facade import KvconnFacade
 from kvconn.vllm.stats import CounterProm, CounterStats
@@ -35,6 +40,9 @@ class KvconnOffloadingConnector(KvconnFacade):
     def make(self, config: ConnectorConfig, role: ConnectorRole, kv_cache: KVCacheView) -> KVConnector:
         return NeutralOffloadingConnector(config, role, kv_cache)
 
+    def take_events(self) -> Iterable[Any]:
+        return [_event(event) for event in self.inner.take_events()]
+
     @property
     def requires_kv_delivery(self) -> bool:
         """A store that is lost is a cache miss."""
@@ -52,6 +60,24 @@ class KvconnOffloadingConnector(KvconnFacade):
         cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
     ) -> CounterProm:
         return CounterProm(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+def _event(event: events.BlockStored | events.BlockRemoved) -> BlockStored | BlockRemoved:
+    """vLLM's class for it; its name for host memory is CPU. LoRA adapters are not named: the hash covers them."""
+    hashes = [maybe_convert_block_hash(one) for one in event.block_hashes]
+    medium = "CPU" if event.medium == events.HOST else event.medium
+    if isinstance(event, events.BlockRemoved):
+        return BlockRemoved(block_hashes=hashes, medium=medium)
+    parent = event.parent_block_hash
+    return BlockStored(
+        block_hashes=hashes,
+        parent_block_hash=None if parent is None else maybe_convert_block_hash(parent),
+        token_ids=list(event.token_ids),
+        block_size=event.block_size,
+        lora_id=None,
+        medium=medium,
+        lora_name=None,
+    )
 
 
 OffloadingConnector = KvconnOffloadingConnector

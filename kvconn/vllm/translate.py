@@ -136,6 +136,7 @@ def cache_view(kv_cache_config: Any) -> KVCacheView:
         num_blocks=kv_cache_config.num_blocks,
         block_size=group.kv_cache_spec.block_size,
         groups=(GroupView("full", tuple(group.layer_names)),),
+        block_bytes=sum(tensor.size for tensor in kv_cache_config.kv_cache_tensors) // kv_cache_config.num_blocks,
     )
 
 

@@ -1,105 +1,193 @@
-"""Store jobs: each ends once, never while its copy runs, and nothing waits for ever."""
+"""Jobs of one rank: each ends once, attached ones never while they run, and nothing waits for ever."""
 
 from __future__ import annotations
 
+import threading
+
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
-from kvconn.offload.jobs import Copy, Ended, StoreJob, StoreJobs
+from kvconn.offload.jobs import Ended, JobTable
+from kvconn.offload.runner import Runner
+
+A, B = (1, 0), (2, 0)
 
 
-def copies(count: int) -> list[Copy]:
-    return [Copy(bytes([k]), (k,), 0) for k in range(count)]
+def table(limit: int = 8, *, attached: bool = True) -> JobTable[str]:
+    return JobTable(limit, attached=attached)
 
 
-def ends(jobs: StoreJobs) -> list[tuple[str, int, int]]:
-    return [(e.id, len(e.written), len(e.unwritten)) for e in jobs.take_ended()]
+def test_a_job_ends_when_its_thread_returned() -> None:
+    jobs = table()
+    jobs.add(A, "a", 5.0)
+    jobs.add(B, "b", 5.0)
+    assert jobs.take(0) == (A, "a") and jobs.take_ended() == []
+    jobs.returned(A, True)
+    assert jobs.take_ended() == [Ended(A, True)] and jobs.take_ended() == []
+    assert jobs.take(0) == (B, "b") and jobs.take(0) is None
 
 
-def test_nothing_to_copy_ends_at_once() -> None:
-    jobs = StoreJobs(1, 8)
-    jobs.add("a", 1, [], 5.0)
-    assert jobs.start() == []
-    assert ends(jobs) == [("a", 0, 0)] and ends(jobs) == []
-
-
-def test_a_job_ends_when_its_copy_returned() -> None:
-    jobs = StoreJobs(1, 8)
-    jobs.add("a", 1, copies(3), 5.0)
-    jobs.add("b", 2, copies(1), 5.0)
-    assert [job.id for job in jobs.start()] == ["a"]
-    assert jobs.start() == [] and ends(jobs) == []
-    jobs.returned(1, 3)
-    assert ends(jobs) == [("a", 3, 0)]
-    assert [job.id for job in jobs.start()] == ["b"]
-
-
-def test_a_waiting_job_is_given_up_at_its_deadline_a_running_one_told_to_stop() -> None:
-    jobs = StoreJobs(1, 8)
-    jobs.add("running", 1, copies(3), 5.0)
-    jobs.add("waiting", 2, copies(2), 5.0)
-    (running,) = jobs.start()
+def test_at_its_deadline_a_waiting_job_ends_and_a_running_attached_one_only_when_it_returned() -> None:
+    jobs = table()
+    jobs.add(A, "a", 5.0)
+    jobs.add(B, "b", 5.0)
+    jobs.take(0)
     jobs.expire(4.9)
-    assert not running.stop and ends(jobs) == []
+    assert jobs.take_ended() == []
     jobs.expire(5.0)
-    assert running.stop and ends(jobs) == [("waiting", 0, 2)]
+    assert jobs.take_ended() == [Ended(B, False)]
     jobs.expire(99.0)
-    assert ends(jobs) == [], "a copy runs: its request is held"
-    jobs.returned(1, 1)
-    assert ends(jobs) == [("running", 1, 2)] and len(jobs) == 0
+    assert jobs.take_ended() == [] and len(jobs) == 1
+    jobs.returned(A, True)
+    assert jobs.take_ended() == [Ended(A, False)], "in vain: its time was over"
 
 
-def test_what_waits_is_bounded_in_blocks() -> None:
-    jobs = StoreJobs(1, 4)
-    jobs.add("a", 1, copies(3), 5.0)
-    assert jobs.room() == 1
-    jobs.add("b", 2, copies(2), 5.0)
-    assert ends(jobs) == [("b", 0, 2)]
-    jobs.start()
-    assert jobs.room() == 4
+def test_a_detached_job_ends_at_its_deadline_and_its_late_thread_may_touch_nothing() -> None:
+    jobs = table(attached=False)
+    jobs.add(A, "a", 5.0)
+    jobs.take(0)
+    assert jobs.stands(A)
+    jobs.expire(5.0)
+    assert jobs.take_ended() == [Ended(A, False)]
+    assert not jobs.stands(A) and not jobs.land(A)
+    jobs.returned(A, True)
+    assert jobs.take_ended() == [] and len(jobs) == 0
+
+
+def test_a_detached_job_that_landed_is_attached() -> None:
+    jobs = table(attached=False)
+    jobs.add(A, "a", 5.0)
+    jobs.take(0)
+    assert jobs.land(A)
+    jobs.expire(5.0)
+    assert jobs.take_ended() == []
+    jobs.returned(A, True)
+    assert jobs.take_ended() == [Ended(A, False)]
+
+
+def test_what_waits_can_be_claimed_what_runs_can_be_waited_for() -> None:
+    jobs = table()
+    jobs.add(A, "a", 5.0)
+    jobs.add(B, "b", 5.0)
+    assert jobs.claim(A) == "a" and jobs.claim(A) is None
+    assert not jobs.wait(A, 0.0)
+    jobs.returned(A, True)
+    assert jobs.take_ended() == [Ended(A, False)], "given up by the one who waited"
+    assert jobs.wait(A, 0.0) and jobs.wait(B, 0.0), "neither runs"
+
+
+def test_waiting_ends_with_the_copy() -> None:
+    jobs = table()
+    jobs.add(A, "a", 5.0)
+    jobs.take(0)
+    threading.Timer(0.01, jobs.returned, (A, True)).start()
+    assert jobs.wait(A, 20.0)
+    assert jobs.take_ended() == [Ended(A, True)]
+
+
+def test_what_waits_is_bounded() -> None:
+    jobs = table(1)
+    jobs.add(A, "a", 5.0)
+    jobs.add(B, "b", 5.0)
+    assert jobs.take_ended() == [Ended(B, False)]
+
+
+def test_a_closed_table_gives_up_and_gives_out_nothing() -> None:
+    jobs = table(attached=False)
+    jobs.add(A, "a", 5.0)
+    jobs.take(0)
+    jobs.add(B, "b", 5.0)
+    jobs.close()
+    assert sorted(jobs.take_ended(), key=lambda ended: ended.number) == [Ended(A, False), Ended(B, False)]
+    jobs.add(A, "a", 5.0)
+    assert jobs.take(0) is None and jobs.take_ended() == [Ended(A, False)]
+
+
+@pytest.mark.parametrize("fault", [OSError("disk"), ValueError("a bug")])
+def test_a_thread_answers_whatever_happens_to_it(fault: Exception) -> None:
+    jobs, done = table(), threading.Event()
+
+    def do(number: tuple[int, int], work: str) -> bool:
+        if work == "bad":
+            raise fault
+        done.set()
+        return True
+
+    runner = Runner("test-jobs", 1, jobs, do)
+    jobs.add(A, "bad", 5.0)
+    jobs.add(B, "good", 5.0)
+    assert done.wait(20) and runner.close(20)
+    assert jobs.take_ended() == [Ended(A, False), Ended(B, True)]
+
+
+def test_a_thread_that_hangs_does_not_keep_the_end() -> None:
+    jobs, inside, go = table(attached=False), threading.Event(), threading.Event()
+
+    def do(number: tuple[int, int], work: str) -> bool:
+        inside.set()
+        return go.wait(20)
+
+    runner = Runner("test-jobs", 1, jobs, do)
+    jobs.add(A, "a", 5.0)
+    assert inside.wait(20)
+    assert not runner.close(0.0) and jobs.take_ended() == [Ended(A, False)]
+    go.set()
+    assert runner.close(20)
 
 
 def test_repr_is_one_readable_line() -> None:
-    jobs = StoreJobs(1, 8)
-    jobs.add("a", 1, copies(1), 5.0)
-    jobs.add("b", 2, copies(1), 5.0)
-    jobs.start()
-    assert repr(jobs) == "StoreJobs(waiting=1 running=1)"
+    jobs = table()
+    jobs.add(A, "a", 1.0)
+    assert repr(jobs) == "JobTable(waiting=1 running=0)"
 
 
 class JobsMachine(RuleBasedStateMachine):
-    """Every job ends exactly once, with every block accounted for, and none while its copy runs."""
+    """Any order of a table's events, two threads: every job ends once, and none while somebody may touch memory."""
+
+    attached = True
 
     def __init__(self) -> None:
         super().__init__()
-        self.jobs = StoreJobs(2, 10)
+        self.jobs = table(5, attached=self.attached)
         self.now = 0.0
         self.n = 0
-        self.added: dict[int, int] = {}
-        self.deadline: dict[int, float] = {}
-        self.running: dict[int, StoreJob] = {}
+        #: jobs that have not ended, with their deadlines
+        self.alive: dict[tuple[int, int], float] = {}
+        self.threads: set[tuple[int, int]] = set()
+        self.landed: set[tuple[int, int]] = set()
 
-    @rule(count=st.integers(0, 5), patience=st.floats(0.1, 3.0))
-    def add(self, count: int, patience: float) -> None:
+    @rule(patience=st.floats(0.1, 3.0))
+    def add(self, patience: float) -> None:
         self.n += 1
-        self.added[self.n] = count
-        self.deadline[self.n] = self.now + patience
-        self.jobs.add(str(self.n), self.n, copies(count), self.now + patience)
+        self.alive[self.n, 0] = self.now + patience
+        self.jobs.add((self.n, 0), "", self.now + patience)
         self.check()
 
+    @precondition(lambda self: len(self.threads) < 2)
     @rule()
-    def start(self) -> None:
-        for job in self.jobs.start():
-            self.running[job.n] = job
-        assert len(self.running) <= 2
+    def take(self) -> None:
+        taken = self.jobs.take(0)
+        if taken is not None:
+            assert taken[0] in self.alive
+            self.threads.add(taken[0])
 
-    @precondition(lambda self: self.running)
+    @precondition(lambda self: self.threads)
     @rule(data=st.data())
-    def copy_returns(self, data: st.DataObject) -> None:
-        n = data.draw(st.sampled_from(sorted(self.running)))
-        job = self.running.pop(n)
-        self.jobs.returned(n, data.draw(st.integers(0, len(job.copies))) if job.stop else len(job.copies))
+    def land(self, data: st.DataObject) -> None:
+        number = data.draw(st.sampled_from(sorted(self.threads)))
+        if self.jobs.land(number):
+            assert number in self.alive
+            self.landed.add(number)
+
+    @precondition(lambda self: self.threads)
+    @rule(data=st.data(), fine=st.booleans())
+    def thread_returns(self, data: st.DataObject, fine: bool) -> None:
+        number = data.draw(st.sampled_from(sorted(self.threads)))
+        self.threads.discard(number)
+        self.landed.discard(number)
+        self.jobs.returned(number, fine)
         self.check()
 
     @rule(passed=st.floats(0.0, 2.0))
@@ -107,27 +195,35 @@ class JobsMachine(RuleBasedStateMachine):
         self.now += passed
         self.jobs.expire(self.now)
         self.check()
-        assert all(job.stop == (job.deadline <= self.now) for job in self.running.values())
-        assert all(n in self.running for n in self.added if self.deadline[n] <= self.now)
+        touching = self.threads if self.attached else self.landed
+        assert all(number in touching for number, deadline in self.alive.items() if deadline <= self.now)
 
     def check(self) -> None:
         for ended in self.jobs.take_ended():
-            self.account(ended)
-
-    def account(self, ended: Ended) -> None:
-        assert ended.n not in self.running
-        assert len(ended.written) + len(ended.unwritten) == self.added.pop(ended.n)
+            assert ended.number not in (self.threads if self.attached else self.landed)
+            deadline = self.alive.pop(ended.number)
+            assert not (ended.fine and deadline < self.now and self.attached), "fine, but late"
 
     def teardown(self) -> None:
-        self.jobs.stop()
-        for job in self.running.values():
-            assert job.stop
-        for n in list(self.running):
-            del self.running[n]
-            self.jobs.returned(n, 0)
+        self.jobs.close()
+        for number in list(self.threads):
+            self.thread_returns_at_the_end(number)
         self.check()
-        assert not self.added and len(self.jobs) == 0 and self.jobs.room() == 10
+        assert not self.alive and len(self.jobs) == 0
+
+    def thread_returns_at_the_end(self, number: tuple[int, int]) -> None:
+        self.threads.discard(number)
+        self.landed.discard(number)
+        self.jobs.returned(number, True)
 
 
-def test_every_job_ends_once() -> None:
+class DetachedMachine(JobsMachine):
+    attached = False
+
+
+def test_every_attached_job_ends_once() -> None:
     run_state_machine_as_test(JobsMachine, settings=settings(max_examples=80, deadline=None, derandomize=True))
+
+
+def test_every_detached_job_ends_once() -> None:
+    run_state_machine_as_test(DetachedMachine, settings=settings(max_examples=80, deadline=None, derandomize=True))

@@ -15,15 +15,19 @@ from tests.vllm.engines import ROOT, environment
 pytest.importorskip("vllm", reason="vllm is not installed here; make test-vllm runs these")
 
 import torch
+from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, supports_hma
+from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 
 import kvconn.vllm
 from kvconn.base import Fact, WorkerFacts
 from kvconn.errors import ConfigError
+from kvconn.offload import events
 from kvconn.vllm import interface, translate
 from kvconn.vllm.facade import VllmWorkerFacts
+from kvconn.vllm.offload import _event
 
 CLASSES = [kvconn.vllm.NixlConnector, kvconn.vllm.MultiConnector, kvconn.vllm.OffloadingConnector]
 #: the envelope's own business, or answered by vLLM's base from what we set
@@ -115,3 +119,11 @@ def test_tensors_that_cannot_be_read_block_by_block_are_refused() -> None:
         translate.layer_views({"a": halves, "b": split}, 8, ["a", "b"])
     (view,) = translate.layer_views({"c": torch.zeros(8, 2, 16, 128), "skip": halves}, 8, ["c", "absent"]).values()
     assert (view.count, view.stride, view.length) == (8, 2 * 16 * 128 * 4, 2 * 16 * 128 * 4)
+
+
+def test_offloading_events_are_vllms_own() -> None:
+    stored = events.BlockStored((b"h" * 32,), b"p" * 32, (1, 2), 2, "host")
+    told = [_event(stored), _event(events.BlockRemoved((b"h" * 32,), "fs"))]
+    assert [type(one) for one in told] == [BlockStored, BlockRemoved]
+    assert [one.medium for one in told] == ["CPU", "fs"] and told[0].token_ids == [1, 2] and told[0].block_size == 2
+    assert told[0].block_hashes == told[1].block_hashes == [maybe_convert_block_hash(b"h" * 32)]

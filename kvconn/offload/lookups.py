@@ -1,0 +1,97 @@
+"""What the secondary tiers seem to have of a request's blocks: asked on threads, answered when known.
+
+Rules
+1. The engine's thread never touches a disk: it asks, and looks later whether there is an answer.
+2. One question per request; it is bounded, has a deadline, and is forgotten with the request (C10).
+3. An answer is a hint. A key that could not be fetched is taken out of all answers.
+4. A tier that was too slow is not asked for a while: every request would wait for it in vain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from kvconn.config import LIMITS
+from kvconn.offload.jobs import JobTable, Number
+from kvconn.offload.runner import Runner
+from kvconn.offload.tiers.base import MAX_KEY, SecondaryTier
+
+__all__ = ["Lookups"]
+
+THREADS = 2
+
+
+class _Question(msgspec.Struct, frozen=True):
+    id: str
+    keys: tuple[bytes, ...]
+
+
+class Lookups:
+    """Questions to ``tiers``, at most ``limit`` waiting."""
+
+    def __init__(self, tiers: Sequence[SecondaryTier], limit: int) -> None:
+        self._tiers = tiers
+        self._table: JobTable[_Question] = JobTable(limit, attached=False)
+        self._runner = Runner("kvconn-offload-lookup", THREADS, self._table, self._ask) if tiers else None
+        self._serial = 0
+        self._open: dict[str, Number] = {}
+        self._found: dict[Number, set[bytes]] = {}
+        self._answers: dict[str, set[bytes]] = {}
+        self._rests_until = float("-inf")
+
+    def usable(self, now: float) -> bool:
+        """There is a tier, and it is not resting."""
+        return bool(self._tiers) and now >= self._rests_until
+
+    def rest(self, until: float) -> None:
+        """Ask nobody before then."""
+        self._rests_until = until
+
+    def ask(self, id: str, keys: Sequence[bytes], deadline: float) -> None:
+        """Begin to find out which of ``keys`` can be fetched. Asked before: nothing."""
+        if id in self._open or id in self._answers:
+            return
+        self._serial += 1
+        number = self._open[id] = (self._serial, 0)
+        self._table.add(number, _Question(id, tuple(keys)), deadline)
+
+    def answer(self, id: str, now: float) -> set[bytes] | None:
+        """Keys that seem to be there; None: not known yet, or not asked."""
+        self._table.expire(now)
+        for ended in self._table.take_ended():
+            found = self._found.pop(ended.number, set())
+            for asked in [one for one, number in self._open.items() if number == ended.number]:
+                del self._open[asked]
+                self._answers[asked] = found if ended.fine else set()
+        return self._answers.get(id)
+
+    def forget(self, id: str) -> None:
+        """Nobody waits for this answer any more."""
+        self._open.pop(id, None)
+        self._answers.pop(id, None)
+
+    def missed(self, key: bytes) -> None:
+        """It was not there after all."""
+        for answer in self._answers.values():
+            answer.discard(key)
+
+    def _ask(self, number: Number, question: _Question) -> bool:
+        keys = [key for key in question.keys if 0 < len(key) <= MAX_KEY]
+        found: set[bytes] = set()
+        for tier in self._tiers:
+            found.update(key for key, there in zip(keys, tier.present(keys), strict=True) if there)
+        if self._table.stands(number):
+            self._found[number] = found
+        return True
+
+    def close(self) -> None:
+        """Stop asking. Idempotent."""
+        if self._runner is not None:
+            self._runner.close(LIMITS.end_disk)
+        for tier in self._tiers:
+            tier.close()
+
+    def __len__(self) -> int:
+        return len(self._open) + len(self._answers)

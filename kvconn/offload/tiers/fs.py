@@ -1,0 +1,207 @@
+"""The file tier: one file per block and share, in a directory that engines may share and that outlives them.
+
+Rules
+1. ``root_dir/<namespace>/<share>/<xx>/<key>.kv``, all in hex: what is not the same bytes has another name.
+2. A file is written under another name in its directory and renamed: readers see all of it or nothing. Nothing is
+   synced: after a crash of the machine, files may be torn or missing. That is a miss, and never wrong bytes:
+3. every file begins with a checksum over namespace, share, key and data. A file that is not exactly that is removed.
+4. ``max_bytes`` bounds one rank's share. The directory is scanned after each sixteenth of that which this engine
+   wrote, and the files longest unused are removed down to fifteen sixteenths; a second engine may add its own
+   sixteenth to the bound. Uses are the files' modification times.
+5. ``root_dir`` itself is never made: a disk that is not mounted must not fill the one below.
+6. Plain system calls, not NIXL's POSIX backend: docs/offloading.md, "Files", has the reason.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from kvconn.config import FsTierSettings
+from kvconn.errors import ConfigError
+from kvconn.offload.keys import Identity
+from kvconn.offload.tiers.base import MAX_KEY, SecondaryTier
+
+__all__ = ["FsTier"]
+
+MAGIC = b"kvconn1\n"
+DIGEST = 24
+HEADER = len(MAGIC) + DIGEST
+SUFFIX, TEMPORARY = ".kv", ".tmp-"
+#: seconds after which a temporary file belongs to nobody any more
+ABANDONED = 600.0
+REMOVED_MAX = 4096
+#: one for all tiers of a process, so that no two write one temporary file
+_serial = itertools.count()
+
+
+class FsTier(SecondaryTier):
+    """Blocks of ``block_bytes`` at most. Raises ConfigError."""
+
+    name = "fs"
+
+    def __init__(self, settings: FsTierSettings, identity: Identity, block_bytes: int) -> None:
+        if settings.max_bytes < HEADER + block_bytes:
+            raise ConfigError(
+                f"max_bytes: expected at least one block of {HEADER + block_bytes} bytes, got {settings.max_bytes}"
+            )
+        if not os.path.isdir(settings.root_dir):
+            raise ConfigError(f"root_dir: expected a directory that exists, got {settings.root_dir!r}")
+        self._root = Path(settings.root_dir)
+        self._max = settings.max_bytes
+        self._identity = identity
+        self._lock = threading.Lock()
+        self._used: int | None = None
+        self._since_scan = 0
+        self._removed: list[bytes] = []
+
+    # -- the tier ------------------------------------------------------------------------------------------------
+
+    def present(self, keys: Sequence[bytes]) -> list[bool]:
+        return [all(self._path(key, share).exists() for share in self._identity.shares) for key in keys]
+
+    def write(self, key: bytes, data: bytes) -> bool:
+        share = self._share()
+        path = self._path(key, share)
+        with contextlib.suppress(FileNotFoundError):
+            os.utime(path)
+            return True
+        content = MAGIC + self._digest(key, share, data) + data
+        self._make_room(len(content))
+        temporary = path.with_name(f"{TEMPORARY}{os.getpid()}-{next(_serial)}")
+        try:
+            self._write_new(temporary, content)
+            os.rename(temporary, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
+        with self._lock:
+            self._used = (self._used or 0) + len(content)
+            self._since_scan += len(content)
+        return True
+
+    def read(self, key: bytes) -> bytes | None:
+        share = self._share()
+        path = self._path(key, share)
+        try:
+            content = path.read_bytes()
+        except FileNotFoundError:
+            return None
+        data = content[HEADER:]
+        if content[:HEADER] != MAGIC + self._digest(key, share, data):
+            self._remove(path)
+            return None
+        with contextlib.suppress(OSError):
+            os.utime(path)
+        return data
+
+    def take_removed(self) -> list[bytes]:
+        with self._lock:
+            removed, self._removed = self._removed, []
+        return removed
+
+    # -- files ---------------------------------------------------------------------------------------------------
+
+    def _share(self) -> str:
+        assert self._identity.share is not None, "a scheduler half moves no bytes"
+        return self._identity.share
+
+    def _folder(self, share: str) -> Path:
+        return self._root / self._identity.namespace / share
+
+    def _path(self, key: bytes, share: str) -> Path:
+        assert 0 < len(key) <= MAX_KEY, "keys are bounded where they come in"
+        name = key.hex()
+        return self._folder(share) / name[:2] / f"{name}{SUFFIX}"
+
+    def _digest(self, key: bytes, share: str, data: bytes) -> bytes:
+        digest = hashlib.blake2b(digest_size=DIGEST)
+        for part in (self._identity.namespace.encode(), share.encode(), key):
+            digest.update(len(part).to_bytes(4, "little"))
+            digest.update(part)
+        digest.update(data)
+        return digest.digest()
+
+    def _write_new(self, path: Path, content: bytes) -> None:
+        if not path.parent.is_dir():
+            if not self._root.is_dir():
+                raise FileNotFoundError(f"{self._root} is gone")
+            path.parent.mkdir(parents=True, exist_ok=True)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            view = memoryview(content)
+            while view:
+                view = view[os.write(fd, view) :]
+        finally:
+            os.close(fd)
+
+    # -- room ----------------------------------------------------------------------------------------------------
+
+    def _make_room(self, size: int) -> None:
+        with self._lock:
+            fits = self._used is not None and self._used + size <= self._max
+            if not fits or self._since_scan * 16 > self._max:
+                self._scan(size)
+
+    def _scan(self, size: int) -> None:
+        """What is really there, other engines' files included; the longest unused goes (rule 4)."""
+        files = sorted(self._files())
+        self._used = sum(length for _, length, _ in files)
+        self._since_scan = 0
+        if self._used + size <= self._max:
+            return
+        target = self._max - self._max // 16
+        for _, length, path in files:
+            if self._used + size <= target:
+                break
+            self._unlink(path)
+            self._used -= length
+
+    def _files(self) -> Iterator[tuple[float, int, str]]:
+        """(last use, length, path) of this share's files, temporary ones of others included."""
+        folder = self._folder(self._share())
+        old = time.time() - ABANDONED
+        for directory in _entries(folder):
+            for entry in _entries(Path(directory.path)) if directory.is_dir(follow_symlinks=False) else ():
+                try:
+                    stat = entry.stat(follow_symlinks=False)
+                except FileNotFoundError:  # removed by another engine
+                    continue
+                if entry.name.startswith(TEMPORARY) and stat.st_mtime < old:
+                    self._unlink(entry.path)
+                else:
+                    yield stat.st_mtime, stat.st_size, entry.path
+
+    def _remove(self, path: Path) -> None:
+        with self._lock:
+            length = path.stat().st_size if path.exists() else 0
+            self._unlink(str(path))
+            if self._used is not None:
+                self._used = max(0, self._used - length)
+
+    def _unlink(self, path: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+        name = os.path.basename(path)
+        if name.endswith(SUFFIX) and len(self._removed) < REMOVED_MAX:
+            with contextlib.suppress(ValueError):
+                self._removed.append(bytes.fromhex(name.removesuffix(SUFFIX)))
+
+    def __repr__(self) -> str:
+        used = "not scanned" if self._used is None else f"{self._used}/{self._max} bytes"
+        return f"FsTier({self._root} {used})"
+
+
+def _entries(folder: Path) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as found:
+            return list(found)
+    except FileNotFoundError:
+        return []
