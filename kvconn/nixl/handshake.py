@@ -14,7 +14,7 @@ import msgspec
 from kvconn.base import KVCacheView
 from kvconn.config import ConnectorConfig
 from kvconn.errors import PeerError
-from kvconn.geometry import Region
+from kvconn.geometry import RankCache, Region
 from kvconn.nixl.metadata import NixlHandshake
 from kvconn.nixl.peers import PeerKey
 from kvconn.nixl.plan import Incompatible, Plan, make_plan
@@ -73,7 +73,7 @@ def admit(
     metadata = codec.decode_metadata(payload, peer)
     if metadata.engine_id != key[0]:
         raise PeerError(peer, "handshake", f"the engine there is now {metadata.engine_id}")
-    plan = make_plan(regions, block_size, metadata)
+    plan = make_plan(RankCache(tuple(regions), block_size), metadata)
     if isinstance(plan, Incompatible):
         raise PeerError(peer, "plan", str(plan))
     seal_key = payload.kvconn.seal_key if payload.kvconn is not None else b""
