@@ -24,6 +24,7 @@ from kvconn.nixl.peers import Peer, PeerKey, Peers, PeerState, Work
 from kvconn.nixl.plan import Plan
 from kvconn.nixl.sidechannel import HandshakeClient, HandshakeResult
 from kvconn.nixl.wire import WireCodec, encode_done, encode_heartbeats
+from kvconn.trust import load_trust
 
 __all__ = ["Contacts"]
 
@@ -55,13 +56,14 @@ class Contacts:
         self._meter = meter
         self._regions: Sequence[Region] = ()
         self._client: HandshakeClient | None = None
+        self._trust = load_trust(settings.kvconn)
         self._peers = Peers(settings.kvconn.peers_max, settings.kvconn.waiting_max)
         self._next_eviction = 0.0
 
     def open(self, regions: Sequence[Region]) -> None:
         """Begin to shake hands; ``regions`` are what we read into."""
         self._regions = regions
-        self._client = HandshakeClient(self._settings.kvconn.handshake)
+        self._client = HandshakeClient(self._settings.kvconn.handshake, trust=self._trust)
 
     def with_peer(self, key: PeerKey, now: float, work: Work) -> None:
         """Run ``work`` with this peer: now, after its handshake, or with None and the reason."""

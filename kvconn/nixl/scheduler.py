@@ -28,7 +28,7 @@ from kvconn.errors import RequestError
 from kvconn.geometry import blocks_for
 from kvconn.ledger import CompletionGate, CompletionLedger, Emit
 from kvconn.metrics import Meter
-from kvconn.nixl.fence import Fence, FenceSlots, fresh_key, prompt_digest, seal
+from kvconn.nixl.fence import Fence, FenceSlots, check_signature, fresh_key, prompt_digest, seal, sign
 from kvconn.nixl.metadata import LoadSpec, NixlHandshake, NixlStep, SendSpec
 from kvconn.nixl.peers import PeerKey
 from kvconn.nixl.sidechannel import HandshakeServer
@@ -43,6 +43,7 @@ from kvconn.params import (
     to_params,
     wants_remote_decode,
 )
+from kvconn.trust import load_trust, warn_without_key
 
 __all__ = ["NixlScheduler"]
 
@@ -91,6 +92,8 @@ class NixlScheduler:
         self._to_hold: set[str] = set()
         self._lifted: list[int] = []
         self._seal_key = fresh_key()
+        self._trust = load_trust(settings.kvconn)
+        warn_without_key(self._trust)
         self._server: HandshakeServer | None = None
         self._published: dict[tuple[int, int], bytes] = {}
 
@@ -104,6 +107,8 @@ class NixlScheduler:
             return
         try:
             ref = parse_remote(view.params, self._cache.block_size)
+            if ref is not None and self._trust.key is not None:
+                check_signature(self._trust.key, ref)
         except RequestError as err:
             self._incoming[view.id] = _Incoming(None, str(err), now)
             self.meter.add("params_refused")
@@ -221,7 +226,10 @@ class NixlScheduler:
         sealed = seal(self._seal_key, ref, fence, prompt_digest(view, n_tokens))
         ours = KvconnRef(fence.slot, fence.word, sealed, deadline)
         self._sends.append(SendSpec(view.id, n, ref.transfer_id, deadline, readers, fence.slot))
-        return msgspec.structs.replace(ref, kvconn=ours)
+        ref = msgspec.structs.replace(ref, kvconn=ours)
+        if self._trust.key is None:
+            return ref
+        return msgspec.structs.replace(ref, kvconn=msgspec.structs.replace(ours, signature=sign(self._trust.key, ref)))
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
@@ -317,7 +325,7 @@ class NixlScheduler:
         if self._server is not None:
             self._server.replace(self._published)
         else:
-            self._server = HandshakeServer(self._config.host, self._config.port, self._published)
+            self._server = HandshakeServer(self._config.host, self._config.port, self._published, self._trust)
 
     def reset(self) -> bool:
         """The engine forgets its cache, or its memory moves: no word of ours stands once the next step began. Who
