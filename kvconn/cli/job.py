@@ -24,7 +24,7 @@ from msgspec.structs import replace
 from kvconn.cli.verdict import Contract
 from kvconn.config import ParallelConfig
 from kvconn.engine.client import EngineProcess
-from kvconn.engine.config import EngineConfig, ModelSpec, check
+from kvconn.engine.config import EngineConfig, ModelSpec, check, kv_cache_view
 from kvconn.engine.ports import free_ports
 from kvconn.engine.router import (
     Progress,
@@ -170,9 +170,8 @@ def _check_memory(prefill: EngineConfig, decode: EngineConfig) -> None:
 
 
 def kv_bytes(config: EngineConfig) -> int:
-    """What the pools of all ranks take; elements are float64."""
-    tokens = config.num_blocks * config.block_size
-    return tokens * config.model.row * 8 * config.model.n_layers * config.parallel.world
+    """What the pools of all ranks take at most."""
+    return config.num_blocks * kv_cache_view(config).block_bytes * config.parallel.world
 
 
 def memory_limit(meminfo: Path = Path("/proc/meminfo")) -> int:

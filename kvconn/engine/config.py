@@ -108,7 +108,8 @@ def check(config: EngineConfig) -> KVTransferConfig | None:
         )
         if value < low
     ]
-    if not problems:
+    parallel = config.parallel
+    if min(parallel.tp, parallel.pp, parallel.pcp, parallel.dcp, parallel.dcp_interleave) >= 1:
         problems += _sizes(config)
     transfer: KVTransferConfig | None = None
     if config.kv_transfer_config is not None:
@@ -116,8 +117,8 @@ def check(config: EngineConfig) -> KVTransferConfig | None:
             transfer = parse_kv_transfer_config(config.kv_transfer_config)
         except ConfigError as err:
             problems += err.problems
-    if transfer is not None and is_replicated(config.parallel):
-        problems += _consumers(config.kv_transfer_config or {}, config.parallel.pcp)
+    if transfer is not None and is_replicated(parallel):
+        problems += _consumers(config.kv_transfer_config or {}, parallel.pcp)
     if problems:
         raise ConfigError([f"engine {config.name}: {problem}" for problem in problems])
     return transfer
