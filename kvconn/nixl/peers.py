@@ -88,6 +88,18 @@ class Peer:
         for work in self._take():
             work(None, why, now)
 
+    def began(self) -> None:
+        """A read of it is posted."""
+        self.posted += 1
+
+    def ended(self) -> None:
+        """One of them is quiet."""
+        self.posted -= 1
+
+    def used(self, now: float) -> None:
+        """It answered: it is not idle."""
+        self.last_used = now
+
     def drain(self, why: str) -> None:
         """Take no new work."""
         self.state, self.why = PeerState.DRAINING, why
