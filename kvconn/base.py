@@ -80,7 +80,9 @@ class GroupView(msgspec.Struct, frozen=True):
 
 
 class KVCacheView(msgspec.Struct, frozen=True):
-    """The pool as the scheduler sees it. ``block_size`` in tokens, ``num_blocks`` per group pool.
+    """The pool as the scheduler sees it. ``num_blocks`` per group pool.
+
+    ``block_size``: tokens that one block id stands for, on all the ranks together that share a block's tokens (DCP).
 
     ``block_bytes``: one block with all its layers, in bytes, on the rank that has most of it; 0 where nobody asks.
     """

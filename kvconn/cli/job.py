@@ -167,9 +167,8 @@ def _check_memory(prefill: EngineConfig, decode: EngineConfig, host_bytes: int) 
 
 
 def kv_bytes(config: EngineConfig) -> int:
-    """What the pools of all ranks take; elements are float64."""
-    tokens = config.num_blocks * config.block_size
-    return tokens * config.model.row * 8 * config.model.n_layers * config.parallel.world
+    """What the pools of all ranks take at most."""
+    return config.num_blocks * kv_cache_view(config).block_bytes * config.parallel.world
 
 
 def memory_limit(meminfo: Path = Path("/proc/meminfo")) -> int:
