@@ -61,6 +61,8 @@ class Limits(msgspec.Struct, frozen=True):
     read: float = 60.0
     store: float = 60.0
     load: float = 60.0
+    #: an engine that was told to end waits so long for what runs on it and for readers of what it holds
+    drain: float = 30.0
     #: how long a request waits for a disk to say what it has and to bring it; after that it is computed
     lookup: float = 0.5
     #: how long a disk that was too slow is not asked
