@@ -52,10 +52,16 @@ T = TypeVar("T")
 
 
 class KvconnAgent(msgspec.Struct, frozen=True):
-    """Ours in one serving worker's metadata: its fence, ``fence_slots`` words of 8 bytes at ``fence_address``."""
+    """Ours in one serving worker's metadata: its fence, ``fence_slots`` words of 8 bytes at ``fence_address``.
+
+    And the sizes of its engine that stock metadata does not have (:class:`~kvconn.geometry.Side`).
+    """
 
     fence_address: int
     fence_slots: int
+    tp: int = 1
+    pp: int = 1
+    interleave: int = 1
 
 
 class AgentMetadata(msgspec.Struct, frozen=True):
