@@ -162,7 +162,7 @@ class NixlScheduler:
             blocks.hashed,
             max(blocks.hashed) * size + n_external,
             waited=now - incoming.arrived,
-            prompt=prompt_digest(view.tokens(), incoming.ref.num_tokens),
+            prompt=prompt_digest(view, incoming.ref.num_tokens),
             beating=incoming.beating,
         )
 
@@ -220,7 +220,7 @@ class NixlScheduler:
             pp_size=self._side.pp,
             dcp_size=self._side.dcp,
         )
-        sealed = seal(self._seal_key, ref, fence, prompt_digest(view.tokens(), n_tokens))
+        sealed = seal(self._seal_key, ref, fence, prompt_digest(view, n_tokens))
         ours = KvconnRef(fence.slot, fence.word, sealed, deadline)
         self._sends.append(SendSpec(view.id, n, ref.transfer_id, deadline, readers, fence.slot))
         return msgspec.structs.replace(ref, kvconn=ours)
