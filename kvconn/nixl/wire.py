@@ -61,10 +61,16 @@ LongText = Annotated[str, msgspec.Meta(max_length=4096)]
 
 
 class KvconnAgent(msgspec.Struct, frozen=True):
-    """Ours in one serving worker's metadata: its fence, ``fence_slots`` words of 8 bytes at ``fence_address``."""
+    """Ours in one serving worker's metadata: its fence, ``fence_slots`` words of 8 bytes at ``fence_address``.
+
+    And the sizes of its engine that stock metadata does not have (:class:`~kvconn.geometry.Side`).
+    """
 
     fence_address: Number
     fence_slots: Number
+    tp: Number = 1
+    pp: Number = 1
+    interleave: Number = 1
 
 
 class AgentMetadata(msgspec.Struct, frozen=True):
