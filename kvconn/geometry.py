@@ -17,17 +17,23 @@ from collections.abc import Iterable
 
 import msgspec
 
-from kvconn.base import LayerView
+from kvconn.base import GroupView, LayerView
 from kvconn.config import ParallelConfig
 from kvconn.errors import ConfigError
 
 __all__ = [
     "HeadShare",
+    "Place",
+    "RankCache",
     "RankRole",
     "Region",
+    "Share",
+    "Side",
+    "TokenShare",
     "blocks_for",
     "coordinates",
     "is_replicated",
+    "place_of",
     "regions_of",
     "share_of",
 ]
@@ -94,6 +100,38 @@ def share_of(parallel: ParallelConfig, rank: int) -> str:
     return f"pp{where.pp}-pcp{0 if is_replicated(parallel) else where.pcp}-tp{where.tp}"
 
 
+class Place(msgspec.Struct, frozen=True, order=True):
+    """Where peers find a rank: its pipeline stage and its number there, the two numbers of a side channel request."""
+
+    pp: int
+    tp: int
+
+
+def place_of(parallel: ParallelConfig, rank: int) -> Place:
+    """Where ``rank`` publishes itself. Ranks of a sharded PCP count as TP ranks, PCP-major. Raises ConfigError."""
+    where = coordinates(parallel, rank)
+    return Place(where.pp, where.tp if is_replicated(parallel) else where.pcp * parallel.tp + where.tp)
+
+
+class Side(msgspec.Struct, frozen=True):
+    """The sizes of one engine that decide which of its ranks holds what.
+
+    ``tp``: ranks of one stage that serve, those of a sharded PCP included. ``dcp``: of them, neighbours share the
+    tokens of what they hold copies of, ``interleave`` tokens in turn. ``kv_heads``: of the model, 1 for a latent cache.
+    """
+
+    kv_heads: int
+    tp: int = 1
+    pp: int = 1
+    dcp: int = 1
+    interleave: int = 1
+
+    @classmethod
+    def of(cls, parallel: ParallelConfig, kv_heads: int, interleave: int = 1) -> Side:
+        sharded = parallel.pcp if not is_replicated(parallel) else 1
+        return cls(kv_heads, parallel.tp * sharded, parallel.pp, parallel.dcp, interleave)
+
+
 class HeadShare(msgspec.Struct, frozen=True):
     """The KV heads one TP rank holds: ``count`` from ``first`` on. It is copy number ``copy`` of ``copies``."""
 
@@ -114,6 +152,43 @@ class HeadShare(msgspec.Struct, frozen=True):
             head, copy = divmod(rank, tp // kv_heads)
             return cls(head, 1, copy, tp // kv_heads)
         return None
+
+
+class TokenShare(msgspec.Struct, frozen=True):
+    """The tokens one DCP rank holds: of ``dcp`` ranks that take turns every ``interleave`` tokens, number ``rank``."""
+
+    dcp: int = 1
+    rank: int = 0
+    interleave: int = 1
+
+    def meets(self, other: TokenShare) -> bool:
+        """True where some token is in both shares. One interleave divides the other."""
+        if self.dcp == 1 or other.dcp == 1:
+            return True
+        few, many = sorted((self, other), key=lambda share: share.interleave)
+        times = many.interleave // few.interleave
+        turns = range(few.dcp)
+        return any(
+            ((many.rank + many.dcp * turn) * times + within) % few.dcp == few.rank
+            for turn in turns
+            for within in range(min(times, few.dcp))
+        )
+
+
+class Share(msgspec.Struct, frozen=True):
+    """What one rank holds of every layer of its stage: some heads, of some tokens."""
+
+    heads: HeadShare
+    tokens: TokenShare = TokenShare()
+
+    @classmethod
+    def of(cls, side: Side, tp: int) -> Share | None:
+        """The share of rank ``tp`` of a stage; None where heads, ranks and DCP don't divide. Sizes are positive."""
+        heads = HeadShare.of(side.kv_heads, side.tp, tp)
+        if heads is None or heads.copies % side.dcp:
+            return None
+        one = msgspec.structs.replace(heads, copy=heads.copy // side.dcp, copies=heads.copies // side.dcp)
+        return cls(one, TokenShare(side.dcp, tp % side.dcp, side.interleave))
 
 
 class Region(msgspec.Struct, frozen=True):
@@ -143,6 +218,14 @@ class Region(msgspec.Struct, frozen=True):
         if (offset, length) == (0, self.length):
             return self
         return msgspec.structs.replace(self, base=self.base + offset, length=length)
+
+
+class RankCache(msgspec.Struct, frozen=True):
+    """One rank's cache: regions in wire order and the groups they belong to. ``block_size`` in tokens."""
+
+    regions: tuple[Region, ...]
+    block_size: int
+    groups: tuple[GroupView, ...] = (GroupView("full", ()),)
 
 
 def regions_of(layers: Iterable[LayerView]) -> tuple[Region, ...]:

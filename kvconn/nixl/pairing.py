@@ -10,6 +10,7 @@ Arrays are int64; a run is (local block, remote block, blocks); a range is (addr
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -17,11 +18,40 @@ import numpy.typing as npt
 from kvconn.base import BlockIds
 from kvconn.errors import RequestError
 from kvconn.nixl.plan import Plan, RegionPair
+from kvconn.transport.base import MemType
 
-__all__ = ["Runs", "pair_blocks", "ranges", "to_runs"]
+__all__ = ["Read", "Runs", "pair_blocks", "ranges", "reads", "to_runs"]
 
 #: shape (n, 3): first local block, first remote block, number of blocks.
 Runs = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Read:
+    """One read to post: ranges of shape (n, 2), address and bytes, and the memory on either side, of one kind each."""
+
+    local: npt.NDArray[np.int64]
+    remote: npt.NDArray[np.int64]
+    local_mem: MemType = "DRAM"
+    remote_mem: MemType = "DRAM"
+    local_device: int = 0
+    remote_device: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.local[:, 1].sum())
+
+
+def reads(
+    plan: Plan, local: BlockIds, remote: BlockIds, hits: Sequence[int], *, tokens: int, held: int
+) -> tuple[Read, ...]:
+    """What to read of one source; nothing where it is only told, or everything is there.
+
+    ``local[g]``: our blocks from number ``hits[g]`` on; ``remote[g]``: the producer's. ``tokens``: how many of the
+    prompt's first must stand afterwards; ``held``: how many the producer holds. Raises RequestError.
+    """
+    mine, theirs = ranges(plan, pair_blocks(local, remote, hits, plan.remote_blocks))
+    return (Read(mine, theirs),) if len(mine) else ()
 
 
 def pair_blocks(local: BlockIds, remote: BlockIds, hits: Sequence[int], n_remote_blocks: int) -> list[Runs]:

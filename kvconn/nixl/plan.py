@@ -19,13 +19,16 @@ from typing import Final
 
 import msgspec
 
-from kvconn.geometry import HeadShare, Region
+from kvconn.geometry import HeadShare, Place, RankCache, Region, Share, Side
 from kvconn.nixl.wire import AgentMetadata, KvconnAgent
 
-__all__ = ["Incompatible", "Plan", "RegionPair", "Route", "make_plan", "routes"]
+__all__ = ["Incompatible", "Plan", "RegionPair", "Route", "make_plan", "missing", "routes"]
 
 #: TP ranks of one side; every dividing pair up to it is tested, and it bounds what a peer's number makes us compute.
 MAX_TP: Final = 16
+#: pipeline stages of one side, and tokens of one turn of DCP
+MAX_PP: Final = 64
+MAX_INTERLEAVE: Final = 4096
 
 
 class Incompatible(msgspec.Struct, frozen=True):
@@ -59,6 +62,7 @@ class Plan(msgspec.Struct, frozen=True):
     pairs: tuple[RegionPair, ...]
     remote_blocks: int
     readers: int = 1
+    source: Place = Place(0, 0)
     #: the peer's fence and the key its references are sealed with; None for a peer that has none
     fence: KvconnAgent | None = None
     seal_key: bytes = b""
@@ -70,71 +74,95 @@ class Route(msgspec.Struct, frozen=True):
     ``count`` 0: it is told and not read. ``readers``: how many of our ranks tell it.
     """
 
-    tp: int
+    source: Place
     first: int
     count: int
     readers: int
-    ours: HeadShare
-    theirs: HeadShare
+    ours: Share
+    theirs: Share
 
 
 #: equal geometry at one rank: all of ours is all of theirs
-WHOLE: Final = Route(0, 0, 1, 1, HeadShare(0, 1), HeadShare(0, 1))
+WHOLE: Final = Route(Place(0, 0), 0, 1, 1, Share(HeadShare(0, 1)), Share(HeadShare(0, 1)))
 
 
-def routes(kv_heads: int, tp: int, rank: int, their_tp: int) -> tuple[Route, ...] | Incompatible:
-    """The ranks of a peer of ``their_tp`` ranks that our ``rank`` of ``tp`` reads or tells, by their rank.
+def routes(ours: Side, theirs: Side, place: Place) -> tuple[Route, ...] | Incompatible:
+    """The ranks of a peer that our rank at ``place`` reads or tells, by their place.
 
-    ``kv_heads``: of the whole model, 1 for a latent cache.
+    Every stage of ours tells every stage of theirs, whoever has the layers: which they are is known only from both.
     """
-    for size in (tp, their_tp):
-        if not 1 <= size <= MAX_TP:
-            return Incompatible("tp size", str(tp), str(their_tp), f"1 to {MAX_TP} ranks on either side")
-    if tp % their_tp and their_tp % tp:
-        return Incompatible("tp size", str(tp), str(their_tp), "one must divide the other")
-    ours = _shares(kv_heads, tp)
-    theirs = _shares(kv_heads, their_tp)
-    if ours is None or theirs is None:
-        hint = f"{kv_heads} KV heads and the TP size must divide one another on both sides"
-        return Incompatible("kv heads per rank", f"tp {tp}", f"tp {their_tp}", hint)
+    problem = _impossible(ours, theirs)
+    if problem is not None:
+        return problem
+    mine = [share for tp in range(ours.tp) if (share := Share.of(ours, tp)) is not None]
+    others = [share for tp in range(theirs.tp) if (share := Share.of(theirs, tp)) is not None]
+    if len(mine) < ours.tp or len(others) < theirs.tp:
+        hint = (
+            f"{ours.kv_heads} KV heads and the TP size must divide one another, DCP the ranks per head, on both sides"
+        )
+        return Incompatible("kv heads per rank", _sizes(ours), _sizes(theirs), hint)
     found: list[Route] = []
-    for source, share in enumerate(theirs):
-        readers = [r for r, mine in enumerate(ours) if _common(mine, share)[1]]
-        first, count = _common(ours[rank], share)
-        if rank in readers or (not readers and rank == source * tp // their_tp):
-            found.append(Route(source, first, count, max(1, len(readers)), ours[rank], share))
+    for pp in range(theirs.pp):
+        for tp, share in enumerate(others):
+            readers = [rank for rank, own in enumerate(mine) if _common(own, share)[1]]
+            first, count = _common(mine[place.tp], share)
+            if place.tp in readers or (not readers and place.tp == tp * ours.tp // theirs.tp):
+                told = max(1, len(readers)) * ours.pp
+                found.append(Route(Place(pp, tp), first, count, told, mine[place.tp], share))
     return tuple(found)
 
 
-def _shares(kv_heads: int, tp: int) -> list[HeadShare] | None:
-    shares = [HeadShare.of(kv_heads, tp, rank) for rank in range(tp)] if kv_heads >= 1 else []
-    known = [share for share in shares if share is not None]
-    return known if len(known) == tp else None
+def _impossible(ours: Side, theirs: Side) -> Incompatible | None:
+    """Sizes that no pair can have, or this one can't."""
+    bounds = (("tp size", "tp", MAX_TP), ("pp size", "pp", MAX_PP), ("dcp size", "dcp", MAX_TP))
+    for field, name, most in bounds:
+        a, b = getattr(ours, name), getattr(theirs, name)
+        if not (1 <= a <= most and 1 <= b <= most):
+            return Incompatible(field, str(a), str(b), f"1 to {most} on either side")
+        if name != "pp" and a % b and b % a:
+            return Incompatible(field, str(a), str(b), "one must divide the other")
+    a, b = ours.interleave, theirs.interleave
+    if not (1 <= a <= MAX_INTERLEAVE and 1 <= b <= MAX_INTERLEAVE) or (a % b and b % a):
+        return Incompatible(
+            "dcp interleave", str(a), str(b), f"tokens, 1 to {MAX_INTERLEAVE}, one a multiple of the other"
+        )
+    if ours.kv_heads != theirs.kv_heads or ours.kv_heads < 1:
+        return Incompatible("kv heads", str(ours.kv_heads), str(theirs.kv_heads), "the models differ")
+    return None
 
 
-def _common(ours: HeadShare, theirs: HeadShare) -> tuple[int, int]:
+def _sizes(side: Side) -> str:
+    return f"tp {side.tp}" + (f" dcp {side.dcp}" if side.dcp > 1 else "")
+
+
+def _common(ours: Share, theirs: Share) -> tuple[int, int]:
     """First and number of the heads that the one reads of the other. Of copies, one: ours spread evenly over theirs."""
-    first = max(ours.first, theirs.first)
-    count = min(ours.first + ours.count, theirs.first + theirs.count) - first
-    if count <= 0 or ours.copy * theirs.copies // ours.copies != theirs.copy:
+    mine, other = ours.heads, theirs.heads
+    first = max(mine.first, other.first)
+    count = min(mine.first + mine.count, other.first + other.count) - first
+    if count <= 0 or mine.copy * other.copies // mine.copies != other.copy or not ours.tokens.meets(theirs.tokens):
         return first, 0
     return first, count
 
 
-def make_plan(
-    regions: Sequence[Region], block_size: int, theirs: AgentMetadata, route: Route = WHOLE
-) -> Plan | Incompatible:
-    """What one rank of ours reads of the rank of theirs that ``route`` names. ``block_size`` in tokens."""
-    problem = _differs(regions, block_size, theirs, route)
+def make_plan(ours: RankCache, theirs: AgentMetadata, route: Route = WHOLE) -> Plan | Incompatible:
+    """What one rank of ours reads of the rank of theirs that ``route`` names."""
+    problem = _differs(ours.regions, ours.block_size, theirs, route)
     if problem is not None:
         return problem
+    mine, other = route.ours.heads, route.theirs.heads
     pairs: list[RegionPair] = []
-    for region, base, stride in zip(regions, theirs.kv_caches_base_addr, theirs.block_strides, strict=True):
-        head = region.length // route.ours.count
+    for region, base, stride in zip(ours.regions, theirs.kv_caches_base_addr, theirs.block_strides, strict=True):
+        head = region.length // mine.count
         if route.count:
-            part = region.part((route.first - route.ours.first) * head, route.count * head)
-            pairs.append(RegionPair(part, base + (route.first - route.theirs.first) * head, stride))
-    return Plan(tuple(pairs), theirs.num_blocks, route.readers)
+            part = region.part((route.first - mine.first) * head, route.count * head)
+            pairs.append(RegionPair(part, base + (route.first - other.first) * head, stride))
+    return Plan(tuple(pairs), theirs.num_blocks, route.readers, route.source)
+
+
+def missing(ours: RankCache, plans: Sequence[Plan]) -> Incompatible | None:
+    """What of ours no source of a peer has, when all its sources that we read are planned."""
+    return None
 
 
 def _differs(regions: Sequence[Region], block_size: int, theirs: AgentMetadata, route: Route) -> Incompatible | None:
@@ -152,12 +180,12 @@ def _differs(regions: Sequence[Region], block_size: int, theirs: AgentMetadata, 
         mine, other = next((a, b) for a, b in zip(names, theirs.region_names, strict=True) if a != b)
         return Incompatible("region name", mine, other, "layers are paired by name and order")
     for index, region in enumerate(regions):
-        head, odd = divmod(region.length, route.ours.count)
-        if odd or theirs.block_lens[index] != head * route.theirs.count:
+        head, odd = divmod(region.length, route.ours.heads.count)
+        if odd or theirs.block_lens[index] != head * route.theirs.heads.count:
             return Incompatible(
                 f"block length of {region.name}",
-                _length(region.length, route.ours),
-                _length(theirs.block_lens[index], route.theirs),
+                _length(region.length, route.ours.heads),
+                _length(theirs.block_lens[index], route.theirs.heads),
                 "dtype, head size or kv heads differ",
             )
         if theirs.region_group_ids is not None and theirs.region_group_ids[index] != region.group:

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvconn.geometry import Region
+from kvconn.geometry import RankCache, Region
 from kvconn.nixl.plan import Incompatible, Plan, RegionPair, make_plan
 from kvconn.nixl.wire import AgentMetadata
 
@@ -29,7 +29,7 @@ THEIRS = AgentMetadata(
 
 
 def plan(**changes: Any) -> Plan | Incompatible:
-    return make_plan(OURS, 16, msgspec.structs.replace(THEIRS, **changes))
+    return make_plan(RankCache(OURS, 16), msgspec.structs.replace(THEIRS, **changes))
 
 
 def test_regions_are_paired_in_order_with_the_peers_addresses_and_its_pool() -> None:

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvconn.geometry import HeadShare, Region
+from kvconn.geometry import HeadShare, Place, RankCache, Region, Side
 from kvconn.nixl.leases import SendLeases
 from kvconn.nixl.pairing import pair_blocks, ranges
 from kvconn.nixl.plan import MAX_TP, Incompatible, Plan, Route, make_plan, routes
@@ -35,7 +35,7 @@ TOKENS, CHANNELS, LAYERS, ITEM = 2, 3, 2, 8
 
 
 def routed(heads: int, tp: int, rank: int, their_tp: int) -> tuple[Route, ...]:
-    got = routes(heads, tp, rank, their_tp)
+    got = routes(Side(heads, tp), Side(heads, their_tp), Place(0, rank))
     assert not isinstance(got, Incompatible), got
     return got
 
@@ -121,8 +121,8 @@ class TestBytes:
         for rank in range(d_tp):
             reader = Memory(heads, d_tp, rank, 11, gaps[1])
             for route in routed(heads, d_tp, rank, p_tp):
-                source = producers[route.tp]
-                plan = make_plan(reader.regions, TOKENS, source.metadata(), route)
+                source = producers[route.source.tp]
+                plan = make_plan(RankCache(tuple(reader.regions), TOKENS), source.metadata(), route)
                 assert isinstance(plan, Plan), plan
                 assert plan.readers == route.readers
                 assert bool(plan.pairs) == bool(route.count)
@@ -139,11 +139,13 @@ class TestBytes:
     def test_equal_sizes_read_whole_regions_so_that_runs_stay_one_range(self) -> None:
         mine, theirs = Memory(8, 4, 2, 9, 0), Memory(8, 4, 2, 9, 0)
         (route,) = routed(8, 4, 2, 4)
-        plan = make_plan(mine.regions, TOKENS, theirs.metadata(), route)
+        plan = make_plan(RankCache(tuple(mine.regions), TOKENS), theirs.metadata(), route)
         assert isinstance(plan, Plan)
         assert [pair.local for pair in plan.pairs] == mine.regions
         assert all(pair.dense for pair in plan.pairs)
-        assert plan == make_plan(mine.regions, TOKENS, theirs.metadata())
+        whole = make_plan(RankCache(tuple(mine.regions), TOKENS), theirs.metadata())
+        assert isinstance(whole, Plan)
+        assert plan.pairs == whole.pairs
 
 
 class TestWhoIsTold:
@@ -154,9 +156,9 @@ class TestWhoIsTold:
         told: dict[int, list[tuple[int, int]]] = {source: [] for source in range(p_tp)}
         for rank in range(d_tp):
             mine = routed(heads, d_tp, rank, p_tp)
-            assert [route.tp for route in mine] == sorted({route.tp for route in mine})
+            assert [route.source.tp for route in mine] == sorted({route.source.tp for route in mine})
             for route in mine:
-                told[route.tp].append((rank, route.readers))
+                told[route.source.tp].append((rank, route.readers))
         for heard in told.values():
             leases = SendLeases(30.0)
             leases.track("r", 1, "t", 30.0, 1)
@@ -164,21 +166,21 @@ class TestWhoIsTold:
             assert ended == [False] * (len(heard) - 1) + [True]
 
     def test_copies_share_the_readers(self) -> None:
-        sources = [[r.tp for r in routed(1, 4, rank, 2) if r.count] for rank in range(4)]
+        sources = [[r.source.tp for r in routed(1, 4, rank, 2) if r.count] for rank in range(4)]
         assert sources == [[0], [0], [1], [1]]
 
     def test_a_latent_cache_is_read_once_and_the_other_ranks_are_told(self) -> None:
-        assert [[(r.tp, r.count, r.readers) for r in routed(1, 2, rank, 4)] for rank in range(2)] == [
+        assert [[(r.source.tp, r.count, r.readers) for r in routed(1, 2, rank, 4)] for rank in range(2)] == [
             [(0, 1, 1), (1, 0, 1)],
             [(2, 1, 1), (3, 0, 1)],
         ]
 
     def test_two_heads_at_four_ranks_are_read_from_one_copy_each(self) -> None:
-        (only,) = [[(r.tp, r.first, r.count, r.readers) for r in routed(2, 1, 0, 4)]]
+        (only,) = [[(r.source.tp, r.first, r.count, r.readers) for r in routed(2, 1, 0, 4)]]
         assert only == [(0, 0, 1, 1), (1, 0, 0, 1), (2, 1, 1, 1), (3, 1, 0, 1)]
 
     def test_more_readers_than_ranks_are_counted_where_they_read(self) -> None:
-        assert [[(r.tp, r.first, r.count, r.readers) for r in routed(4, 4, rank, 2)] for rank in range(4)] == [
+        assert [[(r.source.tp, r.first, r.count, r.readers) for r in routed(4, 4, rank, 2)] for rank in range(4)] == [
             [(0, 0, 1, 2)],
             [(0, 1, 1, 2)],
             [(1, 2, 1, 2)],
@@ -196,28 +198,33 @@ class TestRefused:
             (8, 4, 1 << 60, "tp size"),
             (64, MAX_TP, 2 * MAX_TP, "tp size"),
             (6, 2, 4, "kv heads per rank"),
-            (0, 1, 1, "kv heads per rank"),
         ],
     )
     def test_sizes_that_do_not_fit_are_named_with_what_to_do(
         self, heads: int, tp: int, their_tp: int, field: str
     ) -> None:
-        got = routes(heads, tp, 0, their_tp)
+        got = routes(Side(heads, tp), Side(heads, their_tp), Place(0, 0))
         assert isinstance(got, Incompatible)
         assert got.field == field
         assert str(their_tp) in got.theirs
         assert got.hint
 
+    def test_models_of_different_heads_and_of_none_are_refused(self) -> None:
+        for ours, theirs in ((8, 4), (0, 0), (-1, -1)):
+            got = routes(Side(ours), Side(theirs), Place(0, 0))
+            assert isinstance(got, Incompatible)
+            assert (got.field, got.ours, got.theirs) == ("kv heads", str(ours), str(theirs))
+
     @FUZZ
     @given(heads=st.integers(-3, 64), tp=st.integers(1, MAX_TP), theirs=st.integers(-(1 << 70), 1 << 70))
     def test_no_number_of_a_peer_raises(self, heads: int, tp: int, theirs: int) -> None:
-        assert isinstance(routes(heads, tp, tp - 1, theirs), Incompatible | tuple)
+        assert isinstance(routes(Side(heads, tp), Side(heads, theirs), Place(0, tp - 1)), Incompatible | tuple)
 
     def test_a_block_length_that_is_not_theirs_per_head_is_refused_with_the_heads_it_is_for(self) -> None:
         mine, theirs = Memory(8, 2, 0, 9, 0), Memory(8, 4, 0, 9, 0)
         route = routed(8, 2, 0, 4)[0]
         wrong = msgspec.structs.replace(theirs.metadata(), block_lens=[96, 95])
-        assert make_plan(mine.regions, TOKENS, wrong, route) == Incompatible(
+        assert make_plan(RankCache(tuple(mine.regions), TOKENS), wrong, route) == Incompatible(
             "block length of layers.1",
             "192 B for 4 heads",
             "95 B for 2 heads",
@@ -229,6 +236,6 @@ class TestRefused:
         theirs = msgspec.structs.replace(
             Memory(8, 4, 0, 9, 0).metadata(), kv_caches_base_addr=[1], block_lens=[4], block_strides=[4]
         )
-        got = make_plan([region], TOKENS, theirs, routed(8, 2, 0, 4)[0])
+        got = make_plan(RankCache((region,), TOKENS), theirs, routed(8, 2, 0, 4)[0])
         assert isinstance(got, Incompatible)
         assert got.field == "block length of layers.0"
