@@ -102,6 +102,7 @@ class Side:
         heads: int = 1,
         num_blocks: int = 32,
         port: int | None = None,
+        host: str = "127.0.0.1",
         poll: str = "get_transfer_results",
         make: Callable[..., KVConnector] | None = None,
         **kwargs: Any,
@@ -125,6 +126,7 @@ class Side:
             model=ModelView(
                 "m", "uint8", len(LAYERS), heads, ROW, BLOCK_SIZE, packing="latent" if heads == 1 else "kv"
             ),
+            host=host,
             port=port or free_port(),
         )
         self.shares = [_share(heads, tp, coordinates(parallel, rank).tp) for rank in self.ranks]
