@@ -26,6 +26,7 @@ from kvconn.config import ParallelConfig
 from kvconn.engine.config import EngineConfig, ModelSpec
 from kvconn.engine.content import ContentAddressed
 from kvconn.engine.ports import free_ports
+from kvconn.engine.ranks import Alone, Ranks
 from kvconn.engine.scheduler import Scheduled
 
 __all__ = ["Oracle", "Report", "Row", "Settings", "run"]
@@ -97,7 +98,7 @@ class Oracle:
         self._settings = settings
         self._blocks = (settings.prompt + settings.answer) // BLOCK + 1
         config = EngineConfig(name="oracle", num_blocks=self._blocks, block_size=BLOCK, model=MODEL)
-        self._model = ContentAddressed(config)
+        self._model = ContentAddressed(config, Ranks(config.parallel, 0, lambda members: Alone()))
         #: prompts begin like one of these, so that prefix caches have hits
         rng = random.Random(settings.seed)
         self._heads = [tuple(rng.choices(range(MODEL.vocab_size), k=2 * BLOCK)) for _ in range(4)]
