@@ -151,3 +151,19 @@ def read_slowly(p: Child, d: Child, id: str, seed: int) -> str:
     begin(p, d, id, seed)
     wait_until(lambda: any("in quarantine" in line for line in d.order("left")), SECONDS, "quarantine")
     return outcome(d, id, seed)
+
+
+def test_a_network_that_delays_and_loses(possible: None) -> None:
+    """10 ms each way, and of a hundred packets one is lost: everything comes, later."""
+    with Hosts(delay=0.01, loss=0.01) as hosts:
+        child = partial(Child, env=ENV, pause=0.001, num_blocks=64)
+        limits = {"read": 20.0, "handshake": 20.0}
+        with (
+            child(prefix=hosts.prefix("a"), host=hosts.addresses["a"]) as p,
+            child(reads=True, name="D", prefix=hosts.prefix("b"), host=hosts.addresses["b"], kvconn=limits) as d,
+        ):
+            for n in range(8):
+                assert read(p, d, f"r{n}", n) == ""
+            nothing_left(p, d, *(f"r{n}" for n in range(8)))
+        carried, lost = hosts.unplug()
+        assert carried > 500 and lost > 0
