@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from kvconn.base import KVCacheView
+from kvconn.base import GroupView, KVCacheView
 from kvconn.config import ConnectorConfig
 from kvconn.errors import PeerError
 from kvconn.geometry import RankCache, Region
@@ -73,7 +73,8 @@ def admit(
     metadata = codec.decode_metadata(payload, peer)
     if metadata.engine_id != key[0]:
         raise PeerError(peer, "handshake", f"the engine there is now {metadata.engine_id}")
-    plan = make_plan(RankCache(tuple(regions), block_size), metadata)
+    groups = (GroupView("full", ()),) * (1 + max(region.group for region in regions))
+    plan = make_plan(RankCache(tuple(regions), block_size, groups), metadata)
     if isinstance(plan, Incompatible):
         raise PeerError(peer, "plan", str(plan))
     seal_key = payload.kvconn.seal_key if payload.kvconn is not None else b""

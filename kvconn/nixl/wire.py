@@ -25,6 +25,7 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
+from kvconn.base import Cells
 from kvconn.config import ConnectorConfig
 from kvconn.errors import PeerError
 
@@ -52,10 +53,17 @@ T = TypeVar("T")
 
 
 class KvconnAgent(msgspec.Struct, frozen=True):
-    """Ours in one serving worker's metadata: its fence, ``fence_slots`` words of 8 bytes at ``fence_address``."""
+    """Ours in one serving worker's metadata.
+
+    Its fence, ``fence_slots`` words of 8 bytes at ``fence_address``; tokens of one turn of DCP; the KV's dtype; how the
+    blocks of each region are cut, where not heads first.
+    """
 
     fence_address: int
     fence_slots: int
+    interleave: int = 1
+    dtype: str = ""
+    cells: list[Cells | None] | None = None
 
 
 class AgentMetadata(msgspec.Struct, frozen=True):
@@ -180,6 +188,7 @@ class WireCodec:
             ("region_group_ids", meta.region_group_ids),
             ("region_names", meta.region_names),
             ("region_mem_types", meta.region_mem_types),
+            ("kvconn.cells", meta.kvconn.cells if meta.kvconn is not None else None),
         )
         for name, values in lists:
             if values is not None and len(values) != n:

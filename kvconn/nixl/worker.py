@@ -36,7 +36,7 @@ from kvconn.nixl.fence import WORD, Fence, FenceWords, seal_fits
 from kvconn.nixl.handshake import admit, describe
 from kvconn.nixl.leases import Ended, SendLeases
 from kvconn.nixl.metadata import LoadSpec, NixlHandshake, NixlStep, SendSpec
-from kvconn.nixl.pairing import pair_blocks, ranges
+from kvconn.nixl.pairing import reads
 from kvconn.nixl.peers import Peer, PeerKey, Peers, PeerState, Work
 from kvconn.nixl.plan import Plan
 from kvconn.nixl.sidechannel import HandshakeClient, HandshakeResult
@@ -213,13 +213,13 @@ class NixlWorker:
             return
         try:
             self._admit(load, ref, peer, peer.plan)
-            runs = pair_blocks(load.local, ref.block_ids, load.hits, peer.plan.remote_blocks)
-            local, remote = ranges(peer.plan, runs)
-            if len(local):
-                handle = self._transport.post_read(peer.agent, local, remote)
-                self._under_way(load.id, handle, peer, int(local[:, 1].sum()), now)
-                self.meter.add("nixl_num_descriptors", len(local))
-            if not len(local) or load.id not in self._checks:
+            n = ref.num_tokens
+            parts = reads(peer.plan, load.local, ref.block_ids, load.hits, tokens=n, held=n)
+            for part in parts:
+                handle = self._transport.post_read(peer.agent, part.local, part.remote)
+                self._under_way(load.id, handle, peer, part.nbytes, now)
+                self.meter.add("nixl_num_descriptors", len(part.local))
+            if not parts or load.id not in self._checks:
                 self._reads.posted_all(load.id)
         except RequestError as err:
             self._fail(load.id, str(err), now)
