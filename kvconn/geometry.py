@@ -19,7 +19,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from kvconn.base import Cells, GroupView, LayerView
+from kvconn.base import Cells, GroupView, KVCacheView, LayerView
 from kvconn.config import ParallelConfig
 from kvconn.errors import ConfigError
 
@@ -130,9 +130,9 @@ class Side(msgspec.Struct, frozen=True):
     interleave: int = 1
 
     @classmethod
-    def of(cls, parallel: ParallelConfig, kv_heads: int, interleave: int = 1) -> Side:
+    def of(cls, parallel: ParallelConfig, kv_heads: int) -> Side:
         sharded = parallel.pcp if not is_replicated(parallel) else 1
-        return cls(kv_heads, parallel.tp * sharded, parallel.pp, parallel.dcp, interleave)
+        return cls(kv_heads, parallel.tp * sharded, parallel.pp, parallel.dcp, parallel.dcp_interleave)
 
 
 class HeadShare(msgspec.Struct, frozen=True):
@@ -225,6 +225,13 @@ class RankCache(msgspec.Struct, frozen=True):
     groups: tuple[GroupView, ...] = (GroupView("full", ()),)
     kernel_blocks: int = 1
     dtype: str = ""
+
+    @classmethod
+    def of(cls, regions: Iterable[Region], view: KVCacheView, dtype: str = "") -> RankCache:
+        """The cache of an engine that says ``view``; regions of attention may have several blocks per block of it."""
+        regions = tuple(regions)
+        counts = [r.count // view.num_blocks for r in regions if view.groups[r.group].kind != "state"]
+        return cls(regions, view.block_size, view.groups, max(1, min(counts, default=1)), dtype)
 
 
 def spans(regions: Iterable[Region]) -> list[tuple[int, int, str, int]]:

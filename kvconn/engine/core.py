@@ -17,7 +17,7 @@ from collections.abc import Callable
 import msgspec
 
 from kvconn.aggregator import KVOutputAggregator, Owed
-from kvconn.base import ConnectorRole, Direction, KVConnector
+from kvconn.base import ConnectorRole, Direction, HandshakeMetadata, KVConnector
 from kvconn.config import fresh_engine_id
 from kvconn.engine.config import EngineConfig, check, kv_cache_view
 from kvconn.engine.executor import Executor
@@ -27,6 +27,7 @@ from kvconn.engine.worker import connector_config
 from kvconn.errors import ContractError
 from kvconn.explain import ExplainServer
 from kvconn.factory import get_connector_class
+from kvconn.geometry import place_of
 from kvconn.metrics import Stats
 
 __all__ = ["EngineCore", "EngineStats"]
@@ -86,11 +87,17 @@ class EngineCore:
 
     def _shake_hands(self) -> None:
         """Workers' handshake metadata, by (pp, tp): replicated ranks publish none, so that nothing is overwritten."""
-        published = [(rank, m) for rank, m in enumerate(self.executor.handshakes()) if m is not None]
-        if len(published) > 1:
-            raise ContractError(f"ranks {[rank for rank, _ in published]} all publish themselves as (pp 0, tp 0)")
+        published: dict[tuple[int, int], HandshakeMetadata] = {}
+        parallel = self.config.parallel
+        for rank, metadata in enumerate(self.executor.handshakes()):
+            if metadata is None:
+                continue
+            place = place_of(parallel, rank)
+            if (place.pp, place.tp) in published:
+                raise ContractError(f"rank {rank} publishes itself as {place}, as another rank does")
+            published[place.pp, place.tp] = metadata
         if self.connector is not None and published:
-            self.connector.set_handshake_metadata({(0, 0): published[0][1]})
+            self.connector.set_handshake_metadata(published)
 
     def _expect(self, direction: Direction, id: str, now: float) -> None:
         self.aggregator.expect(direction, id, now)

@@ -10,6 +10,7 @@ Rules
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import threading
 import time
@@ -22,8 +23,8 @@ import zmq
 
 from kvconn.config import LIMITS
 from kvconn.errors import ConfigError
-from kvconn.nixl.peers import PeerKey
 from kvconn.nixl.wire import MAX_FRAME, MAX_REQUEST, encode_request, parse_request, parse_timestamp
+from kvconn.params import PeerKey
 
 __all__ = ["HandshakeClient", "HandshakeResult", "HandshakeServer"]
 
@@ -95,17 +96,19 @@ class HandshakeServer:
 
 @dataclass(frozen=True)
 class HandshakeResult:
-    """A peer's answer, or why there is none."""
+    """A peer's answer, or why there is none. ``ask``: the number that :meth:`HandshakeClient.start` gave."""
 
     key: PeerKey
     payload: bytes | None
     why: str = ""
     #: their perf_counter minus ours, in seconds, when both are known.
     clock_offset: float | None = None
+    ask: int = 0
 
 
 @dataclass
 class _Ask:
+    number: int
     key: PeerKey
     sent: float
     deadline: float
@@ -117,8 +120,9 @@ class HandshakeClient:
     def __init__(self, timeout: float, clock: Callable[[], float] = time.perf_counter) -> None:
         self._timeout = timeout
         self._clock = clock
-        self._asks: deque[tuple[PeerKey, int, int]] = deque()
+        self._asks: deque[tuple[int, PeerKey, int, int]] = deque()
         self._results: deque[HandshakeResult] = deque()
+        self._numbers = itertools.count(1)
         self._context = zmq.Context()
         self._context.setsockopt(zmq.MAX_SOCKETS, 65000)
         self._stop = threading.Event()
@@ -132,11 +136,13 @@ class HandshakeClient:
         self._thread = threading.Thread(target=self._run, name="kvconn-handshakes", daemon=True)
         self._thread.start()
 
-    def start(self, key: PeerKey, pp: int = 0, tp: int = 0) -> None:
-        """Ask the peer at ``key`` for the payload of its (pp, tp) worker."""
-        self._asks.append((key, pp, tp))
+    def start(self, key: PeerKey, pp: int = 0, tp: int = 0) -> int:
+        """Ask the peer at ``key`` for the payload of its (pp, tp) worker; the number that its one result will have."""
+        number = next(self._numbers)
+        self._asks.append((number, key, pp, tp))
         with contextlib.suppress(zmq.Again):  # full: the thread is awake anyway
             self._wake_out.send(b"", zmq.NOBLOCK)
+        return number
 
     def results(self) -> list[HandshakeResult]:
         """Answers and failures since the last call."""
@@ -169,13 +175,13 @@ class HandshakeClient:
         first = min(ask.deadline for ask in self._pending.values())
         return max(1, min(1000, int((first - self._clock()) * 1000) + 1))
 
-    def _ask(self, poller: zmq.Poller, key: PeerKey, pp: int, tp: int) -> None:
-        _, host, port = key
+    def _ask(self, poller: zmq.Poller, number: int, key: PeerKey, pp: int, tp: int) -> None:
+        host, port = key.host, key.port
         now = self._clock()
         try:
             socket = self._context.socket(zmq.DEALER)
         except zmq.ZMQError as err:
-            self._results.append(HandshakeResult(key, None, f"no socket: {err}"))
+            self._results.append(HandshakeResult(key, None, f"no socket: {err}", ask=number))
             return
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)
@@ -186,9 +192,9 @@ class HandshakeClient:
             socket.send_multipart([b"", encode_request(pp, tp)], zmq.NOBLOCK)
         except zmq.ZMQError as err:
             socket.close()
-            self._results.append(HandshakeResult(key, None, f"cannot connect: {err}"))
+            self._results.append(HandshakeResult(key, None, f"cannot connect: {err}", ask=number))
             return
-        self._pending[socket] = _Ask(key, now, now + self._timeout)
+        self._pending[socket] = _Ask(number, key, now, now + self._timeout)
         poller.register(socket, zmq.POLLIN)
 
     def _receive(self, poller: zmq.Poller, socket: zmq.Socket[bytes]) -> None:
@@ -199,17 +205,21 @@ class HandshakeClient:
         ask = self._finish(poller, socket)
         now = self._clock()
         if len(frames) != 3 or frames[0] != b"":
-            self._results.append(HandshakeResult(ask.key, None, f"expected 3 frames, got {len(frames)}"))
+            self._results.append(
+                HandshakeResult(ask.key, None, f"expected 3 frames, got {len(frames)}", ask=ask.number)
+            )
             return
         theirs = parse_timestamp(frames[2])
         offset = None if theirs is None else theirs - (ask.sent + now) / 2
-        self._results.append(HandshakeResult(ask.key, frames[1], clock_offset=offset))
+        self._results.append(HandshakeResult(ask.key, frames[1], "", offset, ask.number))
 
     def _expire(self, poller: zmq.Poller) -> None:
         now = self._clock()
         for socket in [s for s, ask in self._pending.items() if ask.deadline <= now]:
             ask = self._finish(poller, socket)
-            self._results.append(HandshakeResult(ask.key, None, f"no answer within {self._timeout:g} s"))
+            self._results.append(
+                HandshakeResult(ask.key, None, f"no answer within {self._timeout:g} s", ask=ask.number)
+            )
 
     def _finish(self, poller: zmq.Poller, socket: zmq.Socket[bytes]) -> _Ask:
         poller.unregister(socket)

@@ -53,14 +53,16 @@ T = TypeVar("T")
 
 
 class KvconnAgent(msgspec.Struct, frozen=True):
-    """Ours in one serving worker's metadata.
+    """Ours in one serving worker's metadata: its fence, ``fence_slots`` words of 8 bytes at ``fence_address``.
 
-    Its fence, ``fence_slots`` words of 8 bytes at ``fence_address``; tokens of one turn of DCP; the KV's dtype; how the
-    blocks of each region are cut, where not heads first.
+    And the sizes of its engine that stock metadata does not have (:class:`~kvconn.geometry.Side`), the KV's dtype, and
+    how the blocks of each region are cut where not heads first.
     """
 
     fence_address: int
     fence_slots: int
+    tp: int = 1
+    pp: int = 1
     interleave: int = 1
     dtype: str = ""
     cells: list[Cells | None] | None = None

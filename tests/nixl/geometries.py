@@ -200,7 +200,9 @@ class Rank:
     def metadata(self, **changes: Any) -> AgentMetadata:
         e = self.engine
         count = e.blocks * e.kernel
-        ours = KvconnAgent(WORD, 1, e.interleave, cells=[r.cells for r in self.regions] if e.cells else None)
+        ours = KvconnAgent(
+            WORD, 1, e.tp, e.pp, e.interleave, cells=[r.cells for r in self.regions] if e.cells else None
+        )
         fields: dict[str, Any] = {
             "engine_id": "P",
             "agent_metadata": b"",

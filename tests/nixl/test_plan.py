@@ -105,7 +105,7 @@ DCP = Route(
         (DCP, {"dcp_size": 2}, "dcp interleave", "16", "1"),
         (
             DCP,
-            {"dcp_size": 2, "block_size": 8, "kvconn": KvconnAgent(8, 1, 16)},
+            {"dcp_size": 2, "block_size": 8, "kvconn": KvconnAgent(8, 1, interleave=16)},
             "dcp interleave",
             "16 tokens",
             "8 tokens",
@@ -278,7 +278,7 @@ def hostile(draw: st.DrawFn) -> AgentMetadata:
         kvconn=draw(
             st.none()
             | st.builds(
-                KvconnAgent, st.just(8), st.just(1), number, cells=st.lists(cells, min_size=n, max_size=n)
+                KvconnAgent, st.just(8), st.just(1), interleave=number, cells=st.lists(cells, min_size=n, max_size=n)
             )
         ),
     )  # fmt: skip

@@ -115,10 +115,10 @@ class TestWhoIsTold:
             assert one.meets(other) == common
 
     def test_ranks_of_a_sharded_pcp_are_found_as_tp_ranks_and_replicas_where_the_first_is(self) -> None:
-        sharded, replicated = ParallelConfig(pcp=4, dcp=4, pp=2), ParallelConfig(tp=2, pcp=2)
+        sharded, replicated = ParallelConfig(pcp=4, dcp=4, pp=2, dcp_interleave=16), ParallelConfig(tp=2, pcp=2)
         assert [place_of(sharded, rank) for rank in (0, 3, 5)] == [Place(0, 0), Place(0, 3), Place(1, 1)]
         assert [place_of(replicated, rank) for rank in range(4)] == [Place(0, 0), Place(0, 1)] * 2
-        assert Side.of(sharded, 1, 16) == Side(1, 4, 2, 4, 16)
+        assert Side.of(sharded, 1) == Side(1, 4, 2, 4, 16)
         assert Side.of(replicated, 8) == Side(8, 2)
 
 
