@@ -336,6 +336,10 @@ class KVConnector(ABC):
     def set_handshake_metadata(self, metadata: Mapping[tuple[int, int], HandshakeMetadata]) -> None:
         """The worker halves' handshake metadata, by (pp rank, tp rank)."""
 
+    def drain(self) -> None:
+        """The engine is about to end: hold nothing for requests that arrive from now on. What arrived before goes on as
+        ever; the engine goes on stepping until nothing is delayed, or no time is left. Idempotent."""
+
     def has_pending_push_work(self) -> bool:
         """True while this half needs empty steps although no request is delayed."""
         return False

@@ -45,14 +45,16 @@ _BASE62 = string.digits + string.ascii_letters
 class KvconnRef(msgspec.Struct, frozen=True, omit_defaults=True):
     """What kvconn adds to a reference.
 
-    ``slot`` and ``word`` are the producer's fence for it, ``seal`` its HMAC in hex (kvconn.nixl.fence), ``deadline``
-    the first end of its lease on the producer's perf_counter, in seconds.
+    ``slot`` and ``word`` are the producer's fence for it, ``seal`` its HMAC in hex, ``signature`` the HMAC in hex with
+    the fleet's key (kvconn.nixl.fence), ``deadline`` the first end of its lease on the producer's perf_counter, in
+    seconds.
     """
 
     slot: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)] | None = None
     word: Annotated[int, msgspec.Meta(gt=0)] | None = None
     seal: Annotated[str, msgspec.Meta(max_length=64)] | None = None
     deadline: float | None = None
+    signature: Annotated[str, msgspec.Meta(max_length=64)] | None = None
 
 
 class PeerKey(NamedTuple):
@@ -223,8 +225,9 @@ def _kvconn(value: object) -> KvconnRef | None:
         ref = msgspec.convert(value, KvconnRef, strict=True)
     except (msgspec.ValidationError, UnicodeError) as err:  # JSON may hold lone surrogates
         raise RequestError("kv_transfer_params.kvconn", str(err), value) from None
-    if ref.seal is not None and not ref.seal.isascii():
-        raise RequestError("kv_transfer_params.kvconn.seal", "hexadecimal digits", ref.seal)
+    for name, text in (("seal", ref.seal), ("signature", ref.signature)):
+        if text is not None and not text.isascii():
+            raise RequestError(f"kv_transfer_params.kvconn.{name}", "hexadecimal digits", text)
     if ref.deadline is not None and not math.isfinite(ref.deadline):
         raise RequestError("kv_transfer_params.kvconn.deadline", "a finite number of seconds", ref.deadline)
     return ref

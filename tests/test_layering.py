@@ -25,7 +25,7 @@ PACKAGE = ROOT / "kvconn"
 #: the names at the bottom, which everybody may use.
 BASE = frozenset({"errors", "metrics", "base", "config"})
 #: what connectors are built of.
-PARTS = frozenset({"ledger", "geometry", "params", "transport"})
+PARTS = frozenset({"ledger", "geometry", "params", "transport", "trust"})
 CONNECTORS = frozenset({"nixl", "multi", "offload"})
 
 #: first name below ``kvconn`` -> the others that it may import. ``""`` is ``kvconn/__init__.py`` itself.
@@ -39,6 +39,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "ledger": BASE,
     "geometry": BASE,
     "params": BASE,
+    "trust": BASE,
     "transport": BASE,
     "aggregator": BASE | {"ledger"},
     "nixl": BASE | PARTS,

@@ -82,6 +82,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     #: seconds one worker may take for one step, and to start
     step_timeout: float = LIMITS.step
     start_timeout: float = LIMITS.start
+    #: seconds an engine that got SIGTERM waits for what runs on it and for readers of what it holds
+    drain: float = LIMITS.drain
     #: the file the ranks meet at; the executor names it
     store: str = ""
 

@@ -24,6 +24,7 @@ from kvconn.nixl.peers import Peer, PeerKey, Peers, Source, Work
 from kvconn.nixl.sidechannel import HandshakeClient
 from kvconn.nixl.wire import encode_done, encode_heartbeats
 from kvconn.transport.base import Transport
+from kvconn.trust import load_trust
 
 __all__ = ["Contacts"]
 
@@ -43,6 +44,7 @@ class Contacts:
         self._meter = meter
         self._ours: Ours | None = None
         self._client: HandshakeClient | None = None
+        self._trust = load_trust(settings.kvconn)
         self._peers = Peers(settings.kvconn.peers_max, settings.kvconn.waiting_max)
         #: by the client's number: which rank was asked, in whose handshake
         self._asked: dict[int, tuple[Peer, Greeting, Place]] = {}
@@ -51,7 +53,7 @@ class Contacts:
     def open(self, ours: Ours) -> None:
         """Begin to shake hands, as this rank."""
         self._ours = ours
-        self._client = HandshakeClient(self._settings.kvconn.handshake)
+        self._client = HandshakeClient(self._settings.kvconn.handshake, trust=self._trust)
 
     def with_peer(self, key: PeerKey, now: float, work: Work) -> None:
         """Run ``work`` with this peer: now, after its handshake, or with None and the reason."""

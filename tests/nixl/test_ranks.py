@@ -39,8 +39,8 @@ class Fleet:
 
     def side(self, name: str, transfer: dict[str, Any], **kwargs: Any) -> Side:
         with (
-            patch("kvconn.nixl.contacts.HandshakeClient", lambda timeout: _Client(self, timeout)),
-            patch("kvconn.nixl.scheduler.HandshakeServer", lambda *a: Server(self.directory, *a)),
+            patch("kvconn.nixl.contacts.HandshakeClient", lambda timeout, **_: _Client(self, timeout)),
+            patch("kvconn.nixl.scheduler.HandshakeServer", lambda *a: Server(self.directory, *a[:3])),
         ):
             side = Side(name, transfer, clock=self.clock, make_transport=self.net.transport, **kwargs)
         self.sides.append(side)

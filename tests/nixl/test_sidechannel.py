@@ -198,7 +198,7 @@ class TestServer:
         assert "closed" in repr(server)
 
     def test_repr_is_one_line(self, server: HandshakeServer) -> None:
-        assert repr(server) == "HandshakeServer(listening payloads=2 dropped=0)"
+        assert repr(server) == "HandshakeServer(listening payloads=2 dropped=0 refused=0)"
 
 
 class TestClient:
@@ -348,4 +348,4 @@ class TestClient:
         assert repr(asking).startswith("HandshakeClient(closed ")
 
     def test_repr_is_one_line(self, client: Callable[[float], HandshakeClient]) -> None:
-        assert repr(client(1.0)) == "HandshakeClient(running pending=0)"
+        assert repr(client(1.0)) == "HandshakeClient(running pending=0 naming=0)"
