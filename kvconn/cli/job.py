@@ -6,16 +6,20 @@ Rules
 2. :func:`run` starts engines and, whatever happens, shuts all of them down.
 3. P is tp=1 x pcp workers under ``MultiConnector[NixlConnector, OffloadingConnector with hold]``, the composition that
    stalled; D is one worker with a NixlConnector; the yardstick is one worker without a connector.
-4. Connectors are named by strings, as an operator would: ``kvconn.testing`` is never imported here.
+4. The engines of a run share a fleet key of their own, drawn for it and gone after it.
+5. Connectors are named by strings, as an operator would: ``kvconn.testing`` is never imported here.
 """
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterator
+import secrets
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from importlib import resources
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal, Protocol
 
 import msgspec
@@ -224,7 +228,7 @@ def run(job: Plan, watcher: Watcher) -> ReplayReport:
         f"starting P (pcp={job.prefill.parallel.pcp}, {job.prefill.num_blocks} blocks) and D"
         f" ({job.decode.num_blocks} blocks)"
     )
-    with engines(job.prefill, job.decode) as (prefill, decode):
+    with fleet_key() as file, engines(keyed(job.prefill, file), keyed(job.decode, file)) as (prefill, decode):
         watcher.phase(f"replaying {len(job.requests)} requests, {job.concurrency} in flight")
         replayed = Router(
             prefill,
@@ -242,6 +246,31 @@ def run(job: Plan, watcher: Watcher) -> ReplayReport:
     with engines(job.monolithic) as (engine,):
         expected = run_monolithic(engine, job.requests, stall_limit=job.stall_limit, on_progress=watcher.compared)
     return make_report(replayed, expected, floor)
+
+
+@contextmanager
+def fleet_key() -> Iterator[str]:
+    """A file with a secret that nobody else has."""
+    with TemporaryDirectory(prefix="kvconn-") as directory:
+        file = os.path.join(directory, "fleet.key")
+        with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
+            out.write(secrets.token_hex(32))
+        yield file
+
+
+def keyed(config: EngineConfig, file: str) -> EngineConfig:
+    """The same engine with the fleet key in this file."""
+    return replace(config, kv_transfer_config=_keyed(config.kv_transfer_config or {}, file))
+
+
+def _keyed(transfer: Mapping[str, Any], file: str) -> dict[str, Any]:
+    """Every NIXL connector in ``transfer`` gets it."""
+    extra = dict(transfer.get("kv_connector_extra_config", {}))
+    if "connectors" in extra:
+        extra["connectors"] = [_keyed(child, file) for child in extra["connectors"]]
+    elif "Nixl" in transfer["kv_connector"]:
+        extra["kvconn"] = {**extra.get("kvconn", {}), "key_file": file}
+    return {**transfer, "kv_connector_extra_config": extra}
 
 
 @contextmanager
