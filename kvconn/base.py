@@ -80,7 +80,9 @@ class GroupView(msgspec.Struct, frozen=True):
 
 
 class KVCacheView(msgspec.Struct, frozen=True):
-    """The pool as the scheduler sees it. ``block_size`` in tokens, ``num_blocks`` per group pool.
+    """The pool as the scheduler sees it. ``num_blocks`` per group pool.
+
+    ``block_size``: tokens that one block id stands for, on all the ranks together that share a block's tokens (DCP).
 
     ``block_bytes``: one block with all its layers, in bytes, on the rank that has most of it; 0 where nobody asks.
     """
@@ -112,9 +114,11 @@ class RequestView:
     """A request, read-only. ``n_prompt`` and ``n_total`` in tokens; tokens and block hashes are fetched on demand.
 
     ``block_hashes()`` gives one content hash per full block of the whole sequence so far, prefix included.
+    ``beside(n)`` is what else decides the KV of the first ``n`` tokens (an adapter, multimodal inputs, embeddings), in
+    bytes that are equal on every engine; empty for plain text.
     """
 
-    __slots__ = ("_block_hashes", "_tokens", "id", "n_prompt", "n_total", "params")
+    __slots__ = ("_beside", "_block_hashes", "_tokens", "id", "n_prompt", "n_total", "params")
 
     def __init__(
         self,
@@ -124,6 +128,7 @@ class RequestView:
         params: Mapping[str, Any] | None,
         tokens: Callable[[], Sequence[int]] = tuple,
         block_hashes: Callable[[], Sequence[bytes]] = tuple,
+        beside: Callable[[int], bytes] = lambda n: b"",
     ) -> None:
         self.id = id
         self.n_prompt = n_prompt
@@ -131,12 +136,16 @@ class RequestView:
         self.params = params
         self._tokens = tokens
         self._block_hashes = block_hashes
+        self._beside = beside
 
     def tokens(self) -> Sequence[int]:
         return self._tokens()
 
     def block_hashes(self) -> Sequence[bytes]:
         return self._block_hashes()
+
+    def beside(self, n_tokens: int) -> bytes:
+        return self._beside(n_tokens)
 
     def __repr__(self) -> str:
         return f"RequestView({self.id} prompt={self.n_prompt} total={self.n_total} params={self.params is not None})"
@@ -290,6 +299,10 @@ class KVConnector(ABC):
 
     def set_handshake_metadata(self, metadata: Mapping[tuple[int, int], HandshakeMetadata]) -> None:
         """The worker halves' handshake metadata, by (pp rank, tp rank)."""
+
+    def drain(self) -> None:
+        """The engine is about to end: hold nothing for requests that arrive from now on. What arrived before goes on as
+        ever; the engine goes on stepping until nothing is delayed, or no time is left. Idempotent."""
 
     def has_pending_push_work(self) -> bool:
         """True while this half needs empty steps although no request is delayed."""

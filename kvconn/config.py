@@ -61,6 +61,8 @@ class Limits(msgspec.Struct, frozen=True):
     read: float = 60.0
     store: float = 60.0
     load: float = 60.0
+    #: an engine that was told to end waits so long for what runs on it and for readers of what it holds
+    drain: float = 30.0
     #: how long a request waits for a disk to say what it has and to bring it; after that it is computed
     lookup: float = 0.5
     #: how long a disk that was too slow is not asked
@@ -235,12 +237,17 @@ class ChildConfig(KVTransferConfig, frozen=True, forbid_unknown_fields=True):
 
 
 class ParallelConfig(msgspec.Struct, frozen=True):
-    """Sizes of one engine. Ranks are ordered pp-major, then pcp, then tp: ``rank = (pp * PCP + pcp) * TP + tp``."""
+    """Sizes of one engine. Ranks are ordered pp-major, then pcp, then tp: ``rank = (pp * PCP + pcp) * TP + tp``.
+
+    ``dcp`` ranks share the tokens of every block, ``dcp_interleave`` tokens at a time; a group of them is TP ranks, or,
+    with pcp > 1, all PCP ranks.
+    """
 
     tp: int = 1
     pp: int = 1
     pcp: int = 1
     dcp: int = 1
+    dcp_interleave: int = 1
     dp_rank: int = 0
 
     @property
@@ -254,7 +261,8 @@ class ParallelConfig(msgspec.Struct, frozen=True):
 
 
 class ModelView(msgspec.Struct, frozen=True):
-    """What of the model decides the meaning of KV bytes. ``block_size`` in tokens, ``head_size`` in elements.
+    """What of the model decides the meaning of KV bytes. ``head_size`` in elements, ``num_kv_heads`` of all ranks,
+    ``block_size`` in tokens of a block on one rank.
 
     ``packing``: ``latent`` (one shared row per token, MLA), ``kv`` (K and V packed in one tensor).
     """

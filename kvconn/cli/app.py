@@ -45,6 +45,13 @@ ContractOption = Annotated[
     Literal["world", "hidden-ranks"],
     typer.Option(help="hidden-ranks: P's ranks > 0 stay silent, as before the fix; the stall must be named (exit 3)."),
 ]
+OffloadOption = Annotated[
+    Literal["host", "tiering", "hold", "off"],
+    typer.Option(
+        help="The sibling. host: P and D keep prompt blocks in host memory and load them; tiering: in files too; hold:"
+        " P holds each request until its blocks are stored; off: none."
+    ),
+]
 Pcp = Annotated[int, typer.Option(help="P's context-parallel workers.")]
 UcxTls = Annotated[str | None, typer.Option(help="UCX_TLS of both engines, e.g. tcp.")]
 StallAfter = Annotated[
@@ -76,6 +83,7 @@ def demo(
     mode: ModeOption = "transformer",
     kv: KvOption = "latent",
     contract: ContractOption = "world",
+    offload: OffloadOption = "hold",
     pcp: Pcp = 8,
     ucx_tls: UcxTls = None,
     stall_after: StallAfter = None,
@@ -90,6 +98,7 @@ def demo(
         mode=mode,
         kv=kv,
         contract=contract,
+        offload=offload,
         pcp=pcp,
         ucx_tls=ucx_tls,
         stall_after=stall_after,
@@ -106,6 +115,7 @@ def replay(
     mode: ModeOption = "transformer",
     kv: KvOption = "latent",
     contract: ContractOption = "world",
+    offload: OffloadOption = "hold",
     pcp: Pcp = 8,
     ucx_tls: UcxTls = None,
     stall_after: StallAfter = None,
@@ -122,6 +132,7 @@ def replay(
         mode=mode,
         kv=kv,
         contract=contract,
+        offload=offload,
         pcp=pcp,
         ucx_tls=ucx_tls,
         stall_after=stall_after,

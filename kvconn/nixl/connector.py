@@ -109,6 +109,9 @@ class NixlConnector(KVConnector):
             self.scheduler.serve({(one.pp, one.tp): NixlHandshake(one.payload) for one in meta.published})
         filter_output(output, self.scheduler.reports)
 
+    def drain(self) -> None:
+        self.scheduler.drain()
+
     def has_pending_push_work(self) -> bool:
         return self.scheduler.needs_steps(self._clock())
 

@@ -26,12 +26,12 @@ import mmap
 import secrets
 import threading
 from collections import deque
-from collections.abc import Sequence
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from kvconn.base import RequestView
 from kvconn.errors import RequestError
 from kvconn.params import KvconnRef, RemoteRef
 from kvconn.transport.base import MemoryRegion
@@ -160,9 +160,11 @@ def fresh_key() -> bytes:
     return secrets.token_bytes(32)
 
 
-def prompt_digest(tokens: Sequence[int], n_tokens: int) -> bytes:
-    """sha256 over the first ``n_tokens`` tokens: what the blocks of a reference are the KV of."""
-    return hashlib.sha256(np.asarray(tokens[:n_tokens], dtype=np.int64).tobytes()).digest()
+def prompt_digest(view: RequestView, n_tokens: int) -> bytes:
+    """sha256 over the first ``n_tokens`` tokens and what is beside them: what a reference's blocks are the KV of."""
+    digest = hashlib.sha256(np.asarray(view.tokens()[:n_tokens], dtype=np.int64).tobytes())
+    digest.update(view.beside(n_tokens))
+    return digest.digest()
 
 
 def seal(key: bytes, ref: RemoteRef, fence: Fence, prompt: bytes) -> str:

@@ -90,6 +90,7 @@ class NixlScheduler:
         self._newcomers: list[str] = []
         self._fences = FenceSlots(kv_cache.num_blocks)
         self._to_hold: set[str] = set()
+        self._draining = False
         self._lifted: list[int] = []
         self._seal_key = fresh_key()
         self._trust = load_trust(settings.kvconn)
@@ -101,7 +102,7 @@ class NixlScheduler:
 
     def arrived(self, view: RequestView, now: float) -> None:
         """Parse what the request was handed; heartbeats start with the next step."""
-        if self._serves and wants_remote_decode(view.params) and self._fences.get(view.id) is None:
+        if self._holds(view) and self._fences.get(view.id) is None:
             self._to_hold.add(view.id)
         if view.id in self._incoming or not self._reads:
             return
@@ -169,7 +170,7 @@ class NixlScheduler:
             filled,
             blocks.hashed,
             waited=now - incoming.arrived,
-            prompt=prompt_digest(view.tokens(), incoming.ref.num_tokens),
+            prompt=prompt_digest(view, incoming.ref.num_tokens),
             beating=incoming.beating,
         )
 
@@ -205,6 +206,13 @@ class NixlScheduler:
             log.warning("request %s: nothing is held: %s", view.id, err)
             return None
 
+    def drain(self) -> None:
+        """The engine ends soon: who arrives from now on is not held; no reader is to be sent here any more."""
+        self._draining = True
+
+    def _holds(self, view: RequestView) -> bool:
+        return self._serves and not self._draining and wants_remote_decode(view.params)
+
     def _lift(self, id: str) -> None:
         """No reader will be sent to this request: its word comes down with the next step."""
         slot = self._fences.close(id)
@@ -228,7 +236,7 @@ class NixlScheduler:
             pp_size=parallel.pp,
             dcp_size=parallel.dcp,
         )
-        sealed = seal(self._seal_key, ref, fence, prompt_digest(view.tokens(), n_tokens))
+        sealed = seal(self._seal_key, ref, fence, prompt_digest(view, n_tokens))
         ours = KvconnRef(fence.slot, fence.word, sealed, deadline)
         self._sends.append(SendSpec(view.id, n, ref.transfer_id, deadline, readers, fence.slot))
         ref = msgspec.structs.replace(ref, kvconn=ours)

@@ -83,7 +83,11 @@ class TestChecks:
 REF = RemoteRef("P", "t", "127.0.0.1", 5600, ((1, 2, 3),), 48)
 
 
-PROMPT = prompt_digest([1, 2, 3], 3)
+def digest(tokens: list[int], n: int, beside: bytes = b"") -> bytes:
+    return prompt_digest(RequestView("r", len(tokens), len(tokens), None, lambda: tokens, beside=lambda _: beside), n)
+
+
+PROMPT = digest([1, 2, 3], 3)
 
 
 class TestSeal:
@@ -91,7 +95,8 @@ class TestSeal:
         key, fence = fresh_key(), Fence(4, 99)
         good = KvconnRef(4, 99, seal(key, REF, fence, PROMPT))
         assert seal_fits(key, replaced(kvconn=good), PROMPT)
-        assert not seal_fits(key, replaced(kvconn=good), prompt_digest([1, 2, 4], 3))
+        assert not seal_fits(key, replaced(kvconn=good), digest([1, 2, 4], 3))
+        assert not seal_fits(key, replaced(kvconn=good), digest([1, 2, 3], 3, b"with a picture"))
         assert not seal_fits(fresh_key(), replaced(kvconn=good), PROMPT)
         for change in (
             {"block_ids": ((1, 2, 4),)},
