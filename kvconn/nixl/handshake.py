@@ -49,23 +49,26 @@ def describe(
 ) -> NixlHandshake:
     """What readers need of this rank."""
     side = side_of(config)
+    kernel = RankCache.of(regions, cache).kernel_blocks
+    cells = [r.cells for r in regions] if any(r.cells is not None for r in regions) else None
     metadata = AgentMetadata(
         engine_id=config.engine_id,
         agent_metadata=agent_metadata,
         kv_caches_base_addr=[r.base for r in regions],
         device_id=regions[0].device_id,
-        num_blocks=cache.num_blocks,
+        num_blocks=cache.num_blocks * kernel,
         block_lens=[r.length for r in regions],
         block_strides=[r.stride for r in regions],
         kv_cache_layout="LBHNC",
-        block_size=cache.block_size,
+        block_size=cache.block_size // kernel,
+        physical_blocks_per_logical_kv_block=kernel,
         region_num_blocks=[r.count for r in regions],
         region_group_ids=[r.group for r in regions],
         region_names=[r.name for r in regions],
         region_mem_types=[r.mem_type for r in regions],
         dcp_size=config.parallel.dcp,
         pcp_size=config.parallel.pcp,
-        kvconn=KvconnAgent(fence.address, fence.size, side.tp, side.pp, side.interleave),
+        kvconn=KvconnAgent(fence.address, fence.size, side.tp, side.pp, side.interleave, config.model.dtype, cells),
     )
     return NixlHandshake(codec.encode_payload(config, metadata))
 
