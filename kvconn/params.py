@@ -14,7 +14,7 @@ import re
 import secrets
 import string
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
@@ -23,6 +23,7 @@ from kvconn.errors import RequestError
 
 __all__ = [
     "KvconnRef",
+    "PeerKey",
     "RemoteRef",
     "fresh_transfer_id",
     "parse_remote",
@@ -56,6 +57,20 @@ class KvconnRef(msgspec.Struct, frozen=True, omit_defaults=True):
     signature: Annotated[str, msgspec.Meta(max_length=64)] | None = None
 
 
+class PeerKey(NamedTuple):
+    """Another engine as a reference names it: id, address of its side channel, and sizes.
+
+    The sizes are in the key so that a wrong one costs the requests that name it, and nobody who names the right one.
+    """
+
+    engine: str
+    host: str
+    port: int
+    tp: int = 1
+    pp: int = 1
+    dcp: int = 1
+
+
 class RemoteRef(msgspec.Struct, frozen=True):
     """Blocks that a producer holds for one reader. ``block_ids`` per cache group cover ``num_tokens`` tokens."""
 
@@ -71,19 +86,18 @@ class RemoteRef(msgspec.Struct, frozen=True):
     kvconn: KvconnRef | None = None
 
     @property
-    def peer(self) -> tuple[str, str, int]:
-        """Engine id and side channel address: the key of the peer."""
-        return self.engine_id, self.host, self.port
+    def peer(self) -> PeerKey:
+        """Whom it is of."""
+        return PeerKey(self.engine_id, self.host, self.port, self.tp_size, self.pp_size, self.dcp_size)
 
     def __repr__(self) -> str:
         blocks = "+".join(str(len(g)) for g in self.block_ids)
         return f"RemoteRef({self.transfer_id} of {peer_name(self.peer)} blocks={blocks})"
 
 
-def peer_name(peer: tuple[str, str, int]) -> str:
+def peer_name(peer: PeerKey) -> str:
     """How logs, errors and ``explain`` call the peer of this key."""
-    engine, host, port = peer
-    return f"{engine}@{host}:{port}"
+    return f"{peer.engine}@{peer.host}:{peer.port}"
 
 
 def fresh_transfer_id() -> str:

@@ -176,7 +176,7 @@ def _consumers(transfer: Mapping[str, Any], pcp: int, path: str = "kv_transfer_c
 
 def share_of_rank(model: ModelSpec, parallel: ParallelConfig, rank: int) -> Share | None:
     """What ``rank`` keeps of every layer of its stage; None where sizes don't divide."""
-    side = Side.of(parallel, model.cache_heads, parallel.dcp_interleave)
+    side = Side.of(parallel, model.cache_heads)
     return Share.of(side, place_of(parallel, rank).tp)
 
 

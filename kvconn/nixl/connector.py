@@ -174,7 +174,7 @@ def _check_topology(config: ConnectorConfig) -> None:
     parallel, role = config.parallel, config.kv_transfer.kv_role
     problems = [
         f"parallel.{name}: this version transfers at {name} 1, got {size}"
-        for name, size in (("tp", parallel.tp), ("pp", parallel.pp), ("dcp", parallel.dcp))
+        for name, size in (("pp", parallel.pp), ("dcp", parallel.dcp))
         if size != 1
     ]
     if parallel.pcp > 1 and role != "kv_producer":

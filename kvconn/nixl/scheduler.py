@@ -29,12 +29,13 @@ from kvconn.geometry import blocks_for
 from kvconn.ledger import CompletionGate, CompletionLedger, Emit
 from kvconn.metrics import Meter
 from kvconn.nixl.fence import Fence, FenceSlots, check_signature, fresh_key, prompt_digest, seal, sign
+from kvconn.nixl.handshake import side_of
 from kvconn.nixl.metadata import LoadSpec, NixlHandshake, NixlStep, SendSpec
-from kvconn.nixl.peers import PeerKey
 from kvconn.nixl.sidechannel import HandshakeServer
 from kvconn.nixl.wire import WireCodec
 from kvconn.params import (
     KvconnRef,
+    PeerKey,
     RemoteRef,
     fresh_transfer_id,
     parse_remote,
@@ -76,6 +77,7 @@ class NixlScheduler:
         self._reads = role in ("kv_consumer", "kv_both")
         self._recompute = config.kv_transfer.kv_load_failure_policy == "recompute"
         self._ranks = range(config.parallel.world)
+        self._side = side_of(config)
         self.ledger = CompletionLedger()
         self._gate = CompletionGate(self.ledger)
         self.meter = Meter()
@@ -169,6 +171,7 @@ class NixlScheduler:
             incoming.ref,
             filled,
             blocks.hashed,
+            max(blocks.hashed) * size + n_external,
             waited=now - incoming.arrived,
             prompt=prompt_digest(view, incoming.ref.num_tokens),
             beating=incoming.beating,
@@ -224,7 +227,6 @@ class NixlScheduler:
     ) -> RemoteRef:
         n = self.ledger.open(view.id, "send", {(): self._ranks}, now=now)
         deadline = now + self._settings.kv_lease_duration
-        parallel = self._config.parallel
         ref = RemoteRef(
             engine_id=self._config.engine_id,
             transfer_id=fresh_transfer_id(),
@@ -232,9 +234,9 @@ class NixlScheduler:
             port=self._config.port,
             block_ids=held,
             num_tokens=n_tokens,
-            tp_size=max(parallel.tp, parallel.dcp),
-            pp_size=parallel.pp,
-            dcp_size=parallel.dcp,
+            tp_size=self._side.tp,
+            pp_size=self._side.pp,
+            dcp_size=self._side.dcp,
         )
         sealed = seal(self._seal_key, ref, fence, prompt_digest(view, n_tokens))
         ours = KvconnRef(fence.slot, fence.word, sealed, deadline)

@@ -12,6 +12,7 @@ Rules
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import threading
@@ -28,8 +29,8 @@ from kvconn.errors import ConfigError
 from kvconn.nixl.curve import FAILURES, Curve, refusal
 from kvconn.nixl.gate import Gate
 from kvconn.nixl.names import LookUp, Names, endpoint, look_up, plain_name
-from kvconn.nixl.peers import PeerKey
 from kvconn.nixl.wire import MAX_FRAME, MAX_REQUEST, encode_request, parse_request, parse_timestamp
+from kvconn.params import PeerKey
 from kvconn.trust import Trust, numeric
 
 __all__ = ["HandshakeClient", "HandshakeResult", "HandshakeServer"]
@@ -165,17 +166,19 @@ class HandshakeServer:
 
 @dataclass(frozen=True)
 class HandshakeResult:
-    """A peer's answer, or why there is none."""
+    """A peer's answer, or why there is none. ``ask``: the number that :meth:`HandshakeClient.start` gave."""
 
     key: PeerKey
     payload: bytes | None
     why: str = ""
     #: their perf_counter minus ours, in seconds, when both are known.
     clock_offset: float | None = None
+    ask: int = 0
 
 
 @dataclass
 class _Ask:
+    number: int
     key: PeerKey
     pp: int
     tp: int
@@ -254,6 +257,7 @@ class HandshakeClient:
         self._clock = clock
         self._trust = trust or Trust()
         self._curve = Curve.of(self._trust.key) if self._trust.key is not None else None
+        self._numbers = itertools.count(1)
         self._asks: deque[_Ask] = deque()
         self._results: deque[HandshakeResult] = deque()
         self._lines: dict[int | zmq.Socket[bytes], _Line] = {}
@@ -269,13 +273,15 @@ class HandshakeClient:
         self._thread = threading.Thread(target=self._run, name="kvconn-handshakes", daemon=True)
         self._thread.start()
 
-    def start(self, key: PeerKey, pp: int = 0, tp: int = 0) -> None:
-        """Ask the peer at ``key`` for the payload of its (pp, tp) worker."""
+    def start(self, key: PeerKey, pp: int = 0, tp: int = 0) -> int:
+        """Ask the peer at ``key`` for the payload of its (pp, tp) worker; the number that its one result will have."""
+        ask = _Ask(next(self._numbers), key, pp, tp)
         if len(self._asks) >= LIMITS.peers_max:
-            self._results.append(HandshakeResult(key, None, f"{LIMITS.peers_max} handshakes wait already"))
-            return
-        self._asks.append(_Ask(key, pp, tp))
+            self._fail(ask, f"{LIMITS.peers_max} handshakes wait already")
+            return ask.number
+        self._asks.append(ask)
         self._bell.ring()
+        return ask.number
 
     def results(self) -> list[HandshakeResult]:
         """Answers and failures since the last call."""
@@ -320,7 +326,7 @@ class HandshakeClient:
             yield from asks
 
     def _fail(self, ask: _Ask, why: str) -> None:
-        self._results.append(HandshakeResult(ask.key, None, why))
+        self._results.append(HandshakeResult(ask.key, None, why, ask=ask.number))
 
     def _begin(self, poller: zmq.Poller, ask: _Ask) -> None:
         """Where is it, and may it be there? Then ask, or look its name up first."""
@@ -389,7 +395,7 @@ class HandshakeClient:
             return
         theirs = parse_timestamp(frames[2])
         offset = None if theirs is None else theirs - (ask.sent + now) / 2
-        self._results.append(HandshakeResult(ask.key, frames[1], clock_offset=offset))
+        self._results.append(HandshakeResult(ask.key, frames[1], "", offset, ask.number))
 
     def _refused(self, poller: zmq.Poller, line: _Line) -> None:
         try:
