@@ -17,7 +17,6 @@ from kvconn.config import ConnectorConfig
 from kvconn.errors import ConfigError, RequestError
 from kvconn.metrics import Stats
 from kvconn.nixl.connector import NixlConnector as NeutralNixlConnector
-from kvconn.params import parse_remote
 from kvconn.vllm.codec import VllmCodec
 from kvconn.vllm.facade import KvconnFacade
 from kvconn.vllm.stats import KvconnNixlProm, KvconnNixlStats, TransferStats
@@ -47,9 +46,17 @@ class KvconnNixlConnector(KvconnFacade):
         super().__init__(vllm_config, role, kv_cache_config)
 
     def on_new_request(self, request: Any) -> None:
-        if getattr(request, "abort_immediately", False) and not _readable(request, self._view.block_size):
+        if getattr(request, "abort_immediately", False) and not self._readable(request):
             return  # vLLM's notice that a request failed, with the params that were refused when it came
         super().on_new_request(request)
+
+    def _readable(self, request: Any) -> bool:
+        assert isinstance(self.inner, NeutralNixlConnector)
+        try:
+            self.inner.scheduler.reference(request.kv_transfer_params)
+        except RequestError:
+            return False
+        return True
 
     def make(self, config: ConnectorConfig, role: ConnectorRole, kv_cache: KVCacheView) -> KVConnector:
         _check_proven(config)
@@ -79,14 +86,6 @@ def _check_proven(config: ConnectorConfig) -> None:
     ]
     if problems:
         raise ConfigError(problems)
-
-
-def _readable(request: Any, block_size: int) -> bool:
-    try:
-        parse_remote(request.kv_transfer_params, block_size)
-    except RequestError:
-        return False
-    return True
 
 
 NixlConnector = NixlPullConnector = KvconnNixlConnector
