@@ -25,6 +25,7 @@ class Row:
 GQA = Engine(heads=8)
 FEW = Engine(heads=2)
 MLA = Engine(kv="latent")
+STATE = other(GQA, groups=(Group((0, 2)), Group((1, 3), "state")))
 FULL_AND_WINDOW = (Group((0, 2)), Group((1, 3), "window", 5))
 DCP = other(MLA, tp=2, dcp=2), other(FEW, tp=8, dcp=2)
 
@@ -107,6 +108,16 @@ ROWS = (
         (
             (other(GQA, groups=FULL_AND_WINDOW),) * 2,
             (other(GQA, groups=FULL_AND_WINDOW, tp=2, block=2), other(GQA, groups=FULL_AND_WINDOW, pp=2)),
+        ),
+    ),
+    Row(
+        "state (one slot of two tensors per layer, as Mamba's) beside attention, equal TP",
+        "yes, unequal TP too",
+        (
+            (STATE,) * 2,
+            (other(STATE, tp=2),) * 2,
+            (other(STATE, kernel=2, pp=2), other(STATE, kernel=2)),
+            (other(STATE, block=8), STATE),
         ),
     ),
 )
