@@ -109,9 +109,7 @@ class NixlScheduler:
         if view.id in self._incoming or not self._reads:
             return
         try:
-            ref = parse_remote(view.params, self._cache.block_size)
-            if ref is not None and self._trust.key is not None:
-                check_signature(self._trust.key, ref)
+            ref = self.reference(view.params)
         except RequestError as err:
             self._incoming[view.id] = _Incoming(None, str(err), now)
             self.meter.add("params_refused")
@@ -120,6 +118,13 @@ class NixlScheduler:
         if ref is not None:
             self._incoming[view.id] = _Incoming(ref, None, now)
             self._newcomers.append(view.id)
+
+    def reference(self, params: Mapping[str, Any] | None) -> RemoteRef | None:
+        """What a request was handed, None when nothing. Raises RequestError."""
+        ref = parse_remote(params, self._cache.block_size)
+        if ref is not None and self._trust.key is not None:
+            check_signature(self._trust.key, ref)
+        return ref
 
     def match(self, view: RequestView, local_tokens: int, now: float) -> tuple[int | None, bool]:
         """Tokens beyond ``local_tokens`` that the producer holds; a pure function of the request until allocated."""

@@ -74,7 +74,7 @@ class KvconnAgent(msgspec.Struct, frozen=True):
     pp: Number = 1
     interleave: Number = 1
     dtype: Text = ""
-    cells: list[Cells | None] | None = None
+    cells: Annotated[list[Cells | None], msgspec.Meta(max_length=MAX_REGIONS)] | None = None
 
 
 class AgentMetadata(msgspec.Struct, frozen=True):
