@@ -183,7 +183,7 @@ REFUSED = {
     "two tensor parallel ranks": (
         ours("kv_producer"),
         {"tensor_parallel_size": 2},
-        "parallel.tp: this version transfers at tp 1, got 2",
+        "parallel.tp: in vLLM this version was tested at up to 1, got 2",
     ),
     "a child that is nobody": (
         {
