@@ -6,7 +6,8 @@ import msgspec
 import pytest
 
 from kvconn.base import Cells
-from kvconn.nixl.strips import Strip, cut, halves, joined, landing, plain, unit_of
+from kvconn.geometry import Region
+from kvconn.nixl.strips import Strip, cut, halves, joined, landing, layout_name, plain, unit_of
 
 #: 4 heads, 8 tokens, 2 bytes
 HEADS = Cells(4, 8, 2, 16, 2)
@@ -33,6 +34,22 @@ class TestCells:
     )
     def test_odd_cells_and_those_that_are_told_apart_already_have_no_halves(self, cells: Cells) -> None:
         assert halves(cells) is None
+
+    @pytest.mark.parametrize(
+        ("cells", "name"),
+        [
+            ([None, None], "LBHNC"),
+            ([HEADS, None], "LBHNC"),
+            ([halves(HEADS)], "LBHNC"),
+            ([TOKENS, TOKENS], "LBNHC"),
+            ([HEADS, TOKENS], "kvconn"),
+            ([Cells(4, 8, 1, 8, 1, 2, 32)], "kvconn"),
+        ],
+    )
+    def test_a_peer_that_reads_no_cells_is_told_a_layout_or_one_that_it_refuses(
+        self, cells: list[Cells | None], name: str
+    ) -> None:
+        assert layout_name(Region("l", 0, 64, 64, 4, 0, cells=one) for one in cells) == name
 
 
 class TestUnits:
