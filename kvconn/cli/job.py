@@ -7,19 +7,21 @@ Rules
 3. P is tp=1 x pcp workers, D is one worker, with the connectors of :mod:`kvconn.cli.connectors`; the yardstick is one
    worker without a connector.
 4. Files of a replay are in a directory of its own, which is removed however it ends.
+5. The engines of a run share a fleet key of their own, drawn for it and gone after it.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import secrets
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from importlib import resources
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
 from msgspec.structs import replace
@@ -220,7 +222,11 @@ def run(job: Plan, watcher: Watcher) -> ReplayReport:
         f"starting P (pcp={job.prefill.parallel.pcp}, {job.prefill.num_blocks} blocks) and D"
         f" ({job.decode.num_blocks} blocks)"
     )
-    with _files(job.files), engines(job.prefill, job.decode) as (prefill, decode):
+    with (
+        _files(job.files),
+        fleet_key() as file,
+        engines(keyed(job.prefill, file), keyed(job.decode, file)) as (prefill, decode),
+    ):
         watcher.phase(f"replaying {len(job.requests)} requests, {job.concurrency} in flight")
         replayed = Router(
             prefill,
@@ -238,6 +244,31 @@ def run(job: Plan, watcher: Watcher) -> ReplayReport:
     with engines(job.monolithic) as (engine,):
         expected = run_monolithic(engine, job.requests, stall_limit=job.stall_limit, on_progress=watcher.compared)
     return make_report(replayed, expected, floor)
+
+
+@contextmanager
+def fleet_key() -> Iterator[str]:
+    """A file with a secret that nobody else has."""
+    with tempfile.TemporaryDirectory(prefix="kvconn-") as directory:
+        file = os.path.join(directory, "fleet.key")
+        with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
+            out.write(secrets.token_hex(32))
+        yield file
+
+
+def keyed(config: EngineConfig, file: str) -> EngineConfig:
+    """The same engine with the fleet key in this file."""
+    return replace(config, kv_transfer_config=_keyed(config.kv_transfer_config or {}, file))
+
+
+def _keyed(transfer: Mapping[str, Any], file: str) -> dict[str, Any]:
+    """Every NIXL connector in ``transfer`` gets it."""
+    extra = dict(transfer.get("kv_connector_extra_config", {}))
+    if "connectors" in extra:
+        extra["connectors"] = [_keyed(child, file) for child in extra["connectors"]]
+    elif "Nixl" in transfer["kv_connector"]:
+        extra["kvconn"] = {**extra.get("kvconn", {}), "key_file": file}
+    return {**transfer, "kv_connector_extra_config": extra}
 
 
 @contextmanager

@@ -93,6 +93,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     #: seconds one worker may take for one step, and to start
     step_timeout: float = LIMITS.step
     start_timeout: float = LIMITS.start
+    #: seconds an engine that got SIGTERM waits for what runs on it and for readers of what it holds
+    drain: float = LIMITS.drain
     #: the file the ranks meet at; the executor names it
     store: str = ""
 
@@ -188,7 +190,7 @@ def _consumers(transfer: Mapping[str, Any], pcp: int, path: str = "kv_transfer_c
 
 def share_of_rank(model: ModelSpec, parallel: ParallelConfig, rank: int) -> Share | None:
     """What ``rank`` keeps of every layer of its stage; None where sizes don't divide."""
-    side = Side.of(parallel, model.cache_heads, parallel.dcp_interleave)
+    side = Side.of(parallel, model.cache_heads)
     return Share.of(side, place_of(parallel, rank).tp)
 
 

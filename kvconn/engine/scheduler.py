@@ -88,6 +88,7 @@ class Scheduler:
         self._finished: list[str] = []
         self._preempted: list[str] = []
         self._loads_first = False
+        self._draining = False
         self._events: list[FirstToken | Finished] = []
         self._seq = 0
         self.prefill_tokens = 0
@@ -104,6 +105,10 @@ class Scheduler:
             self._refuse(submitted, f"id {submitted.id} is in use", now)
             return
         request = Request(submitted, self._config.block_tokens, len(self.tables.groups))
+        if self._draining:
+            self._refuse(submitted, "the engine was told to end; ask another one", now)
+            self._never_admitted(request)
+            return
         longest = self._config.num_blocks * self._config.block_tokens
         if request.n_prompt < 1 or request.max_tokens < 1 or request.n_prompt + request.max_tokens - 1 > longest:
             why = f"{request.n_prompt} prompt and {request.max_tokens} new tokens: expected 1.. and at most {longest}"
@@ -132,6 +137,12 @@ class Scheduler:
         request = self.requests.get(id)
         if request is not None and request.status is not Status.FINISHED:
             self._finish(request, FinishReason.ABORT, now)
+
+    def drain(self) -> None:
+        """Refuse new requests from now on; those that are here go on."""
+        self._draining = True
+        if self._connector is not None:
+            self._connector.drain()
 
     def has_work(self) -> bool:
         pending = self._connector is not None and self._connector.has_pending_push_work()

@@ -164,7 +164,8 @@ def worker_main(
 ) -> None:
     """Body of a worker process: orders in, answers out, until the pipe ends or says stop."""
     die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the engine decides when a worker ends
+    for told in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(told, signal.SIG_IGN)  # the engine decides when a worker ends
     os.environ.update(config.env)
     logging.basicConfig(level=logging.WARNING, format=f"{config.name} rank {rank}: %(message)s")
     worker: Worker | None = None

@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -24,18 +25,18 @@ import numpy as np
 from kvconn.base import FactState, KVCacheView
 from kvconn.config import LIMITS, NixlSettings
 from kvconn.errors import RequestError, TransportError
+from kvconn.geometry import Place
 from kvconn.metrics import Meter
 from kvconn.nixl.agent import Agent
 from kvconn.nixl.checks import Checks, Verdict
 from kvconn.nixl.contacts import Contacts
 from kvconn.nixl.fence import WORD, Fence, FenceWords, seal_fits
 from kvconn.nixl.metadata import LoadSpec
-from kvconn.nixl.pairing import pair_blocks, ranges
-from kvconn.nixl.peers import Peer
-from kvconn.nixl.plan import Plan
+from kvconn.nixl.pairing import Read, reads
+from kvconn.nixl.peers import Peer, Source
 from kvconn.nixl.transfers import Reads
 from kvconn.params import RemoteRef, peer_name
-from kvconn.transport.base import HandleState
+from kvconn.transport.base import HandleState, Transport
 
 __all__ = ["Reader"]
 
@@ -46,6 +47,16 @@ SCRATCH = 4096
 SPIN = 200e-6
 #: characters of a reason that travel with a fact
 WHY_MAX = 500
+
+
+@dataclass
+class _Posted:
+    """A handle that is not quiet: the peer and which of its ranks. ``size`` in bytes, 0 where that counts as none."""
+
+    peer: Peer
+    agent: str
+    began: float
+    size: int = 0
 
 
 class Reader:
@@ -70,7 +81,7 @@ class Reader:
         self._reads = Reads()
         self._pending: list[LoadSpec] = []
         self._refs: dict[str, RemoteRef] = {}
-        self._started: dict[int, tuple[Peer, float, int]] = {}
+        self._posted: dict[int, _Posted] = {}
         #: fences of others that we check, and where their words are read to
         self._checks = Checks(SCRATCH)
         self._scratch: FenceWords | None = None
@@ -96,10 +107,10 @@ class Reader:
         """Post the reads of this step where the peer is known, start handshakes where it is not."""
         loads, self._pending = self._pending, []
         for load in loads:
-            peer = load.ref.peer if load.ref is not None else ("", "", 0)
+            peer = load.ref.peer if load.ref is not None else None
             blocks = sum(map(len, load.local))
             self._reads.begin(load.id, load.n, peer, now + self._settings.kvconn.read, blocks, now)
-            if load.ref is None:
+            if load.ref is None or peer is None:
                 self._fail(load.id, load.refused or "no reference", now)
                 continue
             self._refs[load.id] = load.ref
@@ -108,28 +119,56 @@ class Reader:
     def _post(self, load: LoadSpec, ref: RemoteRef, peer: Peer | None, why: str, now: float) -> None:
         if self._reads.life(load.id) != load.n:
             return  # failed while it waited for the handshake
-        if peer is None or peer.plan is None or peer.agent is None or self._agent.transport is None:
+        transport = self._agent.transport
+        if peer is None or transport is None:
             self._fail(load.id, why or "this rank has no NIXL agent", now)
             return
         try:
-            self._admit(load, ref, peer, peer.plan)
-            runs = pair_blocks(load.local, ref.block_ids, load.hits, peer.plan.remote_blocks)
-            local, remote = ranges(peer.plan, runs)
-            if len(local):
-                handle = self._agent.transport.post_read(peer.agent, local, remote)
-                self._under_way(load.id, handle, peer, int(local[:, 1].sum()), now)
-                self._meter.add("nixl_num_descriptors", len(local))
-            if not len(local) or load.id not in self._checks:
-                self._reads.posted_all(load.id)
+            planned = self._plan(load, ref, peer)
+            self._admit(load, ref, peer, [source for source, read in planned if read])
         except RequestError as err:
             self._fail(load.id, str(err), now)
+            return
+        for source, read in planned:
+            for one in read:
+                if not self._post_one(transport, load.id, peer, source, one, now):
+                    return
+        if load.id not in self._checks:
+            self._reads.posted_all(load.id)
+
+    def _plan(self, load: LoadSpec, ref: RemoteRef, peer: Peer) -> list[tuple[Source, tuple[Read, ...]]]:
+        """What is to be read of each of its ranks. Raises RequestError, before anything is posted."""
+        return [
+            (source, reads(source.plan, load.local, ref.block_ids, load.hits, tokens=load.tokens, held=ref.num_tokens))
+            for source in peer.sources
+        ]
+
+    def _post_one(self, transport: Transport, id: str, peer: Peer, source: Source, read: Read, now: float) -> bool:
+        """Post; False when that failed, and the life with it."""
+        try:
+            handle = transport.post_read(
+                source.agent,
+                read.local,
+                read.remote,
+                local_mem=read.local_mem,
+                remote_mem=read.remote_mem,
+                local_device=read.local_device,
+                remote_device=read.remote_device,
+            )
         except TransportError as err:
             if err.handle is not None:  # parts may be under way (F4)
-                self._under_way(load.id, err.handle, peer, 0, now)
-            self._fail(load.id, f"peer {peer.name}, read: {err}", now)
+                self._under_way(id, err.handle, _Posted(peer, source.agent, now))
+            self._fail(id, f"peer {peer.rank_name(source.agent)}, read: {err}", now)
+            return False
+        self._under_way(id, handle, _Posted(peer, source.agent, now, read.nbytes))
+        self._meter.add("nixl_num_descriptors", len(read.local))
+        return True
 
-    def _admit(self, load: LoadSpec, ref: RemoteRef, peer: Peer, plan: Plan) -> None:
-        """May this reference be read at all? Arms its fence check. Raises RequestError."""
+    def _admit(self, load: LoadSpec, ref: RemoteRef, peer: Peer, sources: list[Source]) -> None:
+        """May this reference be read at all? Arms the check of a fence per source. Raises RequestError."""
+        if not sources:
+            return
+        plan = sources[0].plan
         if plan.fence is None:
             self._admit_unfenced(load, peer)
             return
@@ -139,10 +178,12 @@ class Reader:
             raise RequestError(
                 "kv_transfer_params", f"what {peer.name} returned, unchanged (its seal does not fit)", ref
             )
-        if ours.slot >= plan.fence.fence_slots:
-            raise RequestError("kv_transfer_params.kvconn.slot", f"below {plan.fence.fence_slots}", ours.slot)
-        if not self._checks.begin(load.id, Fence(ours.slot, ours.word)):
-            raise RequestError("kv_transfer_params", f"at most {SCRATCH} loads at once", len(self._checks))
+        slots = min(source.plan.fence.fence_slots for source in sources if source.plan.fence is not None)
+        if ours.slot >= slots:
+            raise RequestError("kv_transfer_params.kvconn.slot", f"below {slots}", ours.slot)
+        places = [source.place for source in sources]
+        if not self._checks.begin(load.id, Fence(ours.slot, ours.word), places):
+            raise RequestError("kv_transfer_params", f"at most {SCRATCH} fence words read at once", len(self._checks))
 
     def _admit_unfenced(self, load: LoadSpec, peer: Peer) -> None:
         """A stock peer: what is read of it can't be proved. By policy, and not after its lease must be over."""
@@ -155,10 +196,10 @@ class Reader:
             log.warning("%s has no fences: what is read of it can't be proved to have been held", peer.name)
         self._meter.add("unfenced_reads")
 
-    def _under_way(self, id: str, handle: int, peer: Peer, size: int, now: float) -> None:
-        peer.began()
-        self._reads.posted(id, handle)
-        self._started[handle] = (peer, now, size)
+    def _under_way(self, id: str, handle: int, posted: _Posted) -> None:
+        posted.peer.began()
+        self._reads.posted(id, handle, posted.agent)
+        self._posted[handle] = posted
 
     def _fail(self, id: str, why: str, now: float) -> None:
         """The result of this life is failure; its blocks stay until it is quiet."""
@@ -196,73 +237,71 @@ class Reader:
                 self._judge(id, now)
 
     def _judge(self, id: str, now: float) -> None:
-        scratch = self._checks.scratch(id)
-        if scratch is None or self._scratch is None:
-            self._read_word(id, now)
-            return
-        verdict = self._checks.judge(id, self._scratch.read(scratch))
+        scratch = self._scratch
+        verdict = self._checks.judge(id, scratch.read) if scratch is not None else Verdict.STALE
         if verdict is Verdict.HELD:
             self._reads.posted_all(id)
-        elif verdict is Verdict.AGAIN:
-            self._read_word(id, now)
-        else:
+        elif verdict is Verdict.STALE:
             self._meter.add("stale_reads")
             whom = peer_name(self._refs[id].peer)
             self._fail(id, f"peer {whom}, fence: it let go of these blocks before they were read", now)
+        else:
+            for place, slot, word in self._checks.targets(id):
+                if not self._read_word(id, place, slot, word, now):
+                    return
 
-    def _read_word(self, id: str, now: float) -> None:
-        ref = self._refs[id]
-        peer = self._contacts.get(ref.peer)
-        transport = self._agent.transport
-        if transport is None or self._scratch is None or peer is None or peer.plan is None or peer.agent is None:
+    def _read_word(self, id: str, place: Place, slot: int, word: int, now: float) -> bool:
+        """Begin to read one rank's word; False when that failed, and the life with it."""
+        transport, peer = self._agent.transport, self._contacts.get(self._refs[id].peer)
+        source = peer.source(place) if peer is not None else None
+        if transport is None or self._scratch is None or peer is None or source is None or source.plan.fence is None:
             self._fail(id, "the peer is gone before its fence was read", now)
-            return
-        slot, scratch = self._checks.target(id)
-        fence = peer.plan.fence
-        remote = np.array([[fence.fence_address + slot * WORD, WORD]] if fence is not None else [], np.int64)
-        local = np.array([[self._scratch.slot_address(scratch), WORD]], np.int64)
+            return False
+        remote = np.array([[source.plan.fence.fence_address + slot * WORD, WORD]], np.int64)
+        local = np.array([[self._scratch.slot_address(word), WORD]], np.int64)
         try:
-            handle = transport.post_read(peer.agent, local, remote)
+            handle = transport.post_read(source.agent, local, remote)
         except TransportError as err:
             if err.handle is not None:
-                self._under_way(id, err.handle, peer, 0, now)
-            self._fail(id, f"peer {peer.name}, fence: {err}", now)
-        else:
-            self._under_way(id, handle, peer, 0, now)
-            self._looking.add(handle)
+                self._under_way(id, err.handle, _Posted(peer, source.agent, now))
+            self._fail(id, f"peer {peer.rank_name(source.agent)}, fence: {err}", now)
+            return False
+        self._under_way(id, handle, _Posted(peer, source.agent, now))
+        self._looking.add(handle)
+        return True
 
     def _handle_done(self, handle: int, now: float) -> None:
-        peer, started, size = self._forget(handle)
-        peer.used(now)
+        posted = self._forget(handle)
+        posted.peer.used(now)
         self._reads.done(handle)
-        if size:  # a fence word is no transfer
-            self._meter.add("nixl_bytes_transferred", size)
-            self._meter.add("nixl_xfer_seconds", now - started)
+        if posted.size:  # a fence word is no transfer
+            self._meter.add("nixl_bytes_transferred", posted.size)
+            self._meter.add("nixl_xfer_seconds", now - posted.began)
             self._meter.add("nixl_num_transfers")
 
-    def _forget(self, handle: int) -> tuple[Peer, float, int]:
+    def _forget(self, handle: int) -> _Posted:
         """A quiet handle: only now may it be released (C6)."""
-        started = self._started.pop(handle)
-        started[0].ended()
+        posted = self._posted.pop(handle)
+        posted.peer.ended()
         self._looking.discard(handle)
         if self._agent.transport is not None:
             self._agent.transport.release(handle)
-        return started
+        return posted
 
     def _handle_error(self, handle: int, now: float) -> None:
         """ERR is a result, not quiet (F4): the handle is quiet once its peer is known to be gone."""
-        peer = self._started[handle][0]
+        posted = self._posted[handle]
         why = self._agent.transport.reason(handle) if self._agent.transport is not None else ""
-        self._fail(self._reads.error(handle), f"peer {peer.name}, read: {why}", now)
+        self._fail(self._reads.error(handle), f"peer {posted.peer.rank_name(posted.agent)}, read: {why}", now)
 
     def over_quarantine(self, now: float) -> str | None:
         """Frees what lost connections had kept; why our agent must be made anew to bound the rest, or None (C7)."""
         transport = self._agent.transport
         if transport is None or not self._reads.quarantined(now):
             return None
-        for peer in {self._started[h][0] for h in self._reads.errors()}:
-            if peer.agent is not None and transport.peer_gone(peer.agent):
-                self._lose(peer)
+        for agent in {self._posted[handle].agent for handle in self._reads.errors()}:
+            if transport.peer_gone(agent):
+                self._lose(agent)
         oldest = max((age for _, age, _ in self._reads.quarantined(now)), default=0.0)
         if oldest > self._settings.kvconn.quarantine_age:
             return f"quarantine is {oldest:.1f} s old"
@@ -271,20 +310,18 @@ class Reader:
             return f"{blocks} blocks are in quarantine, at most {self._quarantine_max} may be"
         return None
 
-    def _lose(self, peer: Peer) -> None:
+    def _lose(self, agent: str) -> None:
         """The connection failed and its ERR handles are quiet."""
-        same = self._contacts.same_agent(peer)
-        for one in same:
-            for handle in self._reads.peer_gone(one.key):
-                self._forget(handle)
-        self._contacts.drop(same, "its connection failed")
+        for handle in self._reads.agent_gone(agent):
+            self._forget(handle)
+        self._contacts.drop((agent,), "its connection failed")
 
     def agent_destroyed(self, now: float) -> None:
         """Nothing lands any more: every load fails and is quiet."""
         for id in self._reads.ids():
             self._fail(id, "the NIXL agent was made anew after a transfer never ended", now)
         self._reads.agent_destroyed()
-        self._started.clear()
+        self._posted.clear()
         self._looking.clear()
 
     def expire(self, now: float) -> None:
@@ -294,7 +331,7 @@ class Reader:
 
     def _overdue(self, id: str, now: float) -> None:
         peer = self._contacts.get(self._refs[id].peer) if id in self._refs else None
-        stage = "handshake" if peer is None or peer.agent is None else "read"
+        stage = "handshake" if peer is None or not peer.sources else "read"
         whom = peer.name if peer is not None else "unknown"
         self._fail(id, f"peer {whom}, {stage}: not done after {self._settings.kvconn.read:g} s", now)
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from kvconn.params import peer_name
+from kvconn.params import PeerKey, peer_name
 
 __all__ = ["Reads", "Settled"]
 
@@ -33,7 +33,7 @@ class _Read:
     id: str
     n: int
     deadline: float
-    peer: tuple[str, str, int]
+    peer: PeerKey | None
     blocks: int
     began: float
     posting: bool = True
@@ -55,22 +55,21 @@ class Reads:
 
     def __init__(self) -> None:
         self._open: dict[str, _Read] = {}
-        self._by_handle: dict[int, _Read] = {}
+        #: a handle's life, and the agent it reads from
+        self._by_handle: dict[int, tuple[_Read, str]] = {}
         self._errors: set[int] = set()
 
-    def begin(
-        self, id: str, n: int, peer: tuple[str, str, int], deadline: float, blocks: int = 0, now: float = 0.0
-    ) -> None:
+    def begin(self, id: str, n: int, peer: PeerKey | None, deadline: float, blocks: int = 0, now: float = 0.0) -> None:
         """A life arrived. It settles only after :meth:`posted_all` or :meth:`fail`. ``blocks``: how many it fills."""
         assert id not in self._open, f"the scheduler half opened {id} twice"
         self._open[id] = _Read(id, n, deadline, peer, blocks, now)
 
-    def posted(self, id: str, handle: int) -> None:
-        """A handle of this life is under way."""
+    def posted(self, id: str, handle: int, agent: str) -> None:
+        """A handle of this life is under way, from the peer's rank with this agent."""
         read = self._open[id]
         read.handles.add(handle)
         read.posted = True
-        self._by_handle[handle] = read
+        self._by_handle[handle] = read, agent
 
     def posted_all(self, id: str) -> None:
         """Nothing more will be posted for this life."""
@@ -95,15 +94,15 @@ class Reads:
     def error(self, handle: int) -> str:
         """The transport said ERR: not quiet. Returns the life's id; the caller fails it."""
         self._errors.add(handle)
-        return self._by_handle[handle].id
+        return self._by_handle[handle][0].id
 
     def errors(self) -> list[int]:
         """Handles in ERR that are not known to be quiet."""
         return list(self._errors)
 
-    def peer_gone(self, peer: tuple[str, str, int]) -> list[int]:
-        """The peer is gone: its ERR handles are quiet. Returns the handles that became so."""
-        gone = [h for h in self._errors if self._by_handle[h].peer == peer]
+    def agent_gone(self, agent: str) -> list[int]:
+        """This rank of a peer is gone: its ERR handles are quiet. Returns the handles that became so."""
+        gone = [h for h in self._errors if self._by_handle[h][1] == agent]
         for handle in gone:
             self._quiet(handle)
         return gone
@@ -117,7 +116,7 @@ class Reads:
         self._errors.discard(handle)
         read = self._by_handle.pop(handle, None)
         if read is not None:
-            read.handles.discard(handle)
+            read[0].handles.discard(handle)
 
     def overdue(self, now: float) -> list[str]:
         """Ids whose deadline has passed and that have not failed yet. Judge after states were read (C11)."""
@@ -152,7 +151,7 @@ class Reads:
             if held is not None:
                 left = f"in quarantine for {now - held[0]:.1f} s: {held[1]}"
             stage = f"{len(read.handles)} reads" if read.posted else "handshake"
-            whom = peer_name(read.peer)
+            whom = peer_name(read.peer) if read.peer is not None else "nobody"
             lines.append(f"recv of {read.id} (life {read.n}) from {whom}: {stage}, {read.blocks} blocks, {left}")
         return lines
 

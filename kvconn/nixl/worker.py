@@ -24,17 +24,17 @@ from typing import Literal, cast
 from kvconn.base import Direction, Fact, FactState, KVCacheView, LayerView, Published, TransferResults, WorkerFacts
 from kvconn.config import ConnectorConfig, NixlSettings
 from kvconn.errors import ConfigError
-from kvconn.geometry import RankRole, Region, regions_of
+from kvconn.geometry import RankCache, RankRole, Region, place_of, regions_of, spans
 from kvconn.metrics import Meter
 from kvconn.nixl.agent import Agent
 from kvconn.nixl.contacts import Contacts
 from kvconn.nixl.fence import FenceWords
-from kvconn.nixl.handshake import describe
+from kvconn.nixl.handshake import Ours, describe
 from kvconn.nixl.leases import Ended, SendLeases
 from kvconn.nixl.metadata import NixlHandshake, NixlStep, SendSpec
 from kvconn.nixl.peers import Peer
 from kvconn.nixl.reader import Reader
-from kvconn.nixl.wire import Done, Heartbeat, KvconnAgent, WireCodec, parse_notification
+from kvconn.nixl.wire import Done, Heartbeat, WireCodec, parse_notification
 from kvconn.params import RemoteRef
 from kvconn.transport.base import MemoryRegion, Transport
 
@@ -58,11 +58,14 @@ class NixlWorker:
         self.role = role
         self.meter = Meter()
         self._config = config
+        self._settings = settings
+        #: where peers find this rank
+        self._place = place_of(config.parallel, role.rank)
         self._cache = kv_cache
         self._codec = codec
         self._regions: tuple[Region, ...] = ()
         self._agent = Agent(make_transport, role.rank)
-        self._contacts = Contacts(config, settings, kv_cache, role, codec, self._agent, self.meter)
+        self._contacts = Contacts(settings, role.rank, self._agent, self.meter)
         self._reader = Reader(
             settings, kv_cache, role.rank, self._agent, self._contacts, self.meter, self._say_received
         )
@@ -93,8 +96,8 @@ class NixlWorker:
         if not (self.role.serves or self.role.reads):
             return
         memory = [
-            MemoryRegion(r.base, r.span, cast('Literal["DRAM", "VRAM"]', r.mem_type), r.device_id)
-            for r in self._regions
+            MemoryRegion(base, length, cast('Literal["DRAM", "VRAM"]', kind), device)
+            for base, length, kind, device in spans(self._regions)
         ]
         if self.role.serves:
             self._fence = FenceWords(self._cache.num_blocks)
@@ -103,14 +106,16 @@ class NixlWorker:
             memory.append(self._reader.open().region())
         self._agent.open(memory)
         if self.role.reads:
-            self._contacts.open(self._regions)
+            cache = RankCache.of(self._regions, self._cache, self._config.model.dtype)
+            enforce = self._settings.enforce_handshake_compat
+            self._contacts.open(Ours(self._config, cache, self._place, self._codec, enforce))
 
     def handshake(self) -> NixlHandshake | None:
         """What readers need of this rank; None where it serves nobody."""
         if self._fence is None or self._agent.transport is None:
             return None
-        fence = KvconnAgent(self._fence.address, self._fence.size)
-        return describe(self._config, self._cache, self._regions, self._codec, self._agent.transport.metadata(), fence)
+        blob = self._agent.transport.metadata()
+        return describe(self._config, self._cache, self._regions, self._codec, blob, self._fence)
 
     # -- a step --------------------------------------------------------------------------------------------------
 
@@ -237,7 +242,7 @@ class NixlWorker:
         mine = self.handshake() if self._republish else None
         if mine is not None:
             self._republish = False
-            published = (Published(self.role.coords.pp, self.role.coords.tp, mine.payload),)
+            published = (Published(self._place.pp, self._place.tp, mine.payload),)
         if not self._facts and not published:
             return None
         facts, self._facts = WorkerFacts(tuple(self._facts), published), []

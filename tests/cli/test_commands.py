@@ -341,6 +341,21 @@ class TestPlan:
         assert len(caught.value.problems) == 3
 
 
+def test_a_runs_engines_share_a_key_that_is_gone_after_it():
+    made = plan(Settings(contract="hidden-ranks"))
+    with job.fleet_key() as file:
+        assert os.stat(file).st_mode & 0o777 == 0o600
+        nixl, offload = extra(job.keyed(made.prefill, file))["connectors"]
+        assert nixl["kv_connector_extra_config"]["kvconn"]["key_file"] == file
+        assert "key_file" not in offload["kv_connector_extra_config"]["kvconn"]
+        assert extra(job.keyed(made.decode, file))["kvconn"] == {"key_file": file}
+    assert not os.path.exists(file)
+
+
+def extra(config):
+    return config.kv_transfer_config["kv_connector_extra_config"]
+
+
 class TestEntryPoint:
     def test_a_missing_extra_is_one_sentence(self):
         code = (

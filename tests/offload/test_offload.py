@@ -330,7 +330,7 @@ def overwrite(side: Side, blocks: list[int], seed: int) -> None:
     for one in side.workers:
         one.handle_preemptions(meta)
     side.write(blocks, seed)
-    side.finish_step([side.rank_step(rank, meta) for rank in range(side.pcp)])
+    side.finish_step([side.rank_step(rank, meta) for rank in side.ranks])
 
 
 def test_a_store_that_waits_is_finished_before_its_block_is_overwritten(sides: list[Side], mocker: Any) -> None:

@@ -68,8 +68,7 @@ def free_on_release() -> AbstractContextManager[Any]:
     def mutant(self: Reader, id: str, now: float) -> None:
         original(self, id, now)
         for handle in list(self._reads._open[id].handles):
-            peer, _, _ = self._started.pop(handle)
-            peer.ended()
+            self._posted.pop(handle).peer.ended()
             self._looking.discard(handle)
             del self._agent.transport._reads[handle]  # type: ignore[union-attr]  # what a release does that refuses nothing
             self._reads.done(handle)

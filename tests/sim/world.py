@@ -96,8 +96,8 @@ class World:
         serves = name.startswith("P")
         with ExitStack() as stack:
             for target, fake in (
-                ("kvconn.nixl.contacts.HandshakeClient", lambda timeout: Client(self, timeout)),
-                ("kvconn.nixl.scheduler.HandshakeServer", lambda *a: Server(self.directory, *a)),
+                ("kvconn.nixl.contacts.HandshakeClient", lambda timeout, **_: Client(self, timeout)),
+                ("kvconn.nixl.scheduler.HandshakeServer", lambda *a: Server(self.directory, *a[:3])),
                 ("kvconn.nixl.reader.SCRATCH", SCRATCH),
             ):
                 stack.enter_context(patch(target, fake))
