@@ -217,25 +217,34 @@ def doctor(
 def plan(
     d: Annotated[str, typer.Option("--d", metavar="FILE|JSON", help="The engine that reads.")],
     p: Annotated[str | None, typer.Option("--p", metavar="FILE|JSON", help="The engine that is read.")] = None,
+    source: Annotated[
+        str | None,
+        typer.Option("--from", metavar="HOST:PORT", help="Ask the engine that is read, at its side channel."),
+    ] = None,
+    key_file: Annotated[str | None, typer.Option(help="The fleet's key, where that engine wants one.")] = None,
     tokens: Annotated[int, typer.Option(min=1, max=1 << 20, help="Length of the prompt to count for.")] = 1024,
     svg: Annotated[Path | None, typer.Option(help="Draw who reads what of whom into this file.")] = None,
     as_json: Json = False,
 ) -> None:
     """Can these two engines exchange KV? Who reads what of whom, or every field that is in the way (exit 1)."""
     from kvconn.cli import planning
-    from kvconn.nixl.survey import peer_of, survey
 
     errors, console = _Console(stderr=True), _Console()
     try:
-        if p is None:
-            raise ConfigError("--p: expected the engine that is read")
-        found = survey(planning.read_shape(d, "--d"), peer_of(planning.read_shape(p, "--p")), tokens)
+        with _interruptible():
+            found = planning.plan(d, p, source, key_file, tokens)
         if svg is not None and not found.problems:
             svg.write_text(planning.to_svg(found), encoding="utf-8")
     except ConfigError as err:
         for problem in err.problems:
             _complain(errors, problem)
         sys.exit(USAGE)
+    except KvconnError as err:
+        _complain(errors, str(err))
+        sys.exit(WRONG)
+    except KeyboardInterrupt:
+        _complain(errors, "interrupted")
+        sys.exit(INTERRUPTED)
     except OSError as err:
         _complain(errors, f"--svg: cannot write {svg}: {err}")
         sys.exit(USAGE)
