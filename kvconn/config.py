@@ -37,6 +37,7 @@ __all__ = [
     "parse_extra",
     "parse_kv_transfer_config",
     "parse_secondary_tiers",
+    "parse_struct",
 ]
 
 Role = Literal["kv_producer", "kv_consumer", "kv_both"]
@@ -338,6 +339,11 @@ def parse_secondary_tiers(
     if problems:
         raise ConfigError(problems)
     return tiers
+
+
+def parse_struct(kind: type[T], raw: Mapping[str, Any], path: str) -> T:
+    """``raw`` as ``kind``. Raises ConfigError with every problem found."""
+    return _to_struct(kind, raw, path)
 
 
 def fresh_engine_id(config: KVTransferConfig) -> str:

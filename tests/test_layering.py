@@ -46,9 +46,10 @@ ALLOWED: dict[str, frozenset[str]] = {
     "offload": BASE | PARTS,
     "multi": BASE | PARTS | {"factory"},  # its children are named by strings
     "engine": BASE | PARTS | {"factory", "aggregator", "explain"},  # its connectors too
+    "chaos": BASE | PARTS | {"engine", "explain"},
     "vllm": BASE | PARTS | CONNECTORS | {"factory", "aggregator", "explain"},
     "doctor": BASE | PARTS | {"", "factory"},  # asks children about the rest
-    "cli": BASE | PARTS | CONNECTORS | {"", "factory", "aggregator", "engine", "doctor", "explain", "vllm"},
+    "cli": BASE | PARTS | CONNECTORS | {"", "factory", "aggregator", "engine", "chaos", "doctor", "explain", "vllm"},
     "data": BASE | {"engine"},  # the script that made the shipped trace
     "testing": BASE | PARTS | CONNECTORS | {"factory", "aggregator", "engine", "vllm"},
     "": BASE | PARTS | CONNECTORS | {"factory", "aggregator"},  # for type checkers; at run time names are fetched late

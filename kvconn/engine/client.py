@@ -47,6 +47,7 @@ class EngineProcess:
         self._stats = EngineStats()
         self._workers: list[int] = []
         self._asked = self._answered = 0
+        self._dead: EngineDeadError | None = None
 
     def start(self) -> None:
         """Start the engine and its workers and wait until they are ready. Raises ConfigError, EngineDeadError."""
@@ -77,11 +78,18 @@ class EngineProcess:
         self._send(("abort", id))
 
     def poll(self, timeout: float) -> list[FirstToken | Finished]:
-        """Events since the last call; waits at most ``timeout`` seconds for the first one."""
-        if not self._events:
-            self._receive(timeout)
-        while self._receive(0.0):
-            pass
+        """Events since the last call; waits at most ``timeout`` seconds for the first one.
+
+        Raises EngineDeadError only when everything that the engine said before its end has been told.
+        """
+        try:
+            if not self._events:
+                self._receive(timeout)
+            while self._receive(0.0):
+                pass
+        except EngineDeadError:
+            if not self._events:
+                raise
         events, self._events = self._events, []
         return events
 
@@ -157,13 +165,17 @@ class EngineProcess:
         """Take one message. False when none came in time."""
         if self._pipe is None:
             raise EngineDeadError(f"engine {self.config.name}: not started, or shut down")
+        if self._dead is not None:
+            raise self._dead
         try:
             if not self._pipe.poll(max(0.0, timeout)):
                 return False
             kind, value = self._pipe.recv()
         except (EOFError, ConnectionResetError):
-            raise EngineDeadError(f"engine {self.config.name}: is gone without a word") from None
+            self._dead = EngineDeadError(f"engine {self.config.name}: is gone without a word")
+            raise self._dead from None
         if kind == "error":
+            self._dead = value
             raise value
         if kind == "refused":
             raise ConfigError(value)

@@ -364,14 +364,11 @@ def _length(length: int, heads: int, tokens: int) -> str:
 
 
 def _whole(lanes: dict[Lane, list[tuple[int, int]]]) -> Iterable[Lane]:
-    """Lanes with their pieces. Of whole blocks, neighbours on both sides are one piece: so block-first pools, where
-    layers are neighbours, are read in as few ranges as layer-first ones."""
+    """Lanes with their pieces. Neighbours on both sides are one piece: so block-first pools, where layers are
+    neighbours, are read in as few ranges as layer-first ones."""
     done: dict[Lane, list[tuple[int, int]]] = {}
     for lane, bases in lanes.items():
         bases.sort()
-        if not lane.unit == lane.ours.block == lane.theirs.block:
-            done.setdefault(lane, []).extend(bases)
-            continue
         ends = [i for i, (a, b) in enumerate(pairwise(bases), 1) if (b[0] - a[0], b[1] - a[1]) != (lane.length,) * 2]
         for first, end in pairwise([0, *ends, len(bases)]):
             longer = msgspec.structs.replace(lane, length=(end - first) * lane.length)

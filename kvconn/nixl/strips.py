@@ -103,8 +103,6 @@ def landing(
         as_they_are = msgspec.structs.replace(mine, head_stride=row, token_stride=mine.size)
         return as_they_are, first * row, (mine.parts, mine.heads, mine.tokens, mine.size)
     if not tokens_first and theirs.head_stride == theirs.size and theirs.token_stride == heads * theirs.size:
-        if mine.heads % heads:
-            return None
         as_they_are = msgspec.structs.replace(mine, head_stride=mine.size, token_stride=heads * mine.size)
         return as_they_are, first * row, (mine.parts * mine.heads // heads, mine.tokens, heads, mine.size)
     return None

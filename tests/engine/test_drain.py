@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ import pytest
 
 from kvconn.base import FinishReason
 from kvconn.engine.client import EngineProcess, EngineRequest, Finished
+from kvconn.engine.config import EngineConfig
 from kvconn.errors import EngineDeadError
 from tests.engine.driving import unique_tokens
 from tests.engine.pairs import SECONDS, Starter, assert_all_end, ends, prefilled, starting
@@ -86,6 +88,20 @@ def test_what_nobody_reads_is_waited_for_until_its_lease_ends(start: Starter) ->
     told_to_end(p)
     assert poll_until_dead(p).startswith("engine P: told to end, nothing was left after ")
     assert p.last_stats.connector["nixl_num_kv_expired_reqs"] == 1
+
+
+def test_what_an_engine_said_is_told_before_its_last_words_and_those_stay() -> None:
+    engine, (ours, theirs) = EngineProcess(EngineConfig(name="E")), multiprocessing.Pipe()
+    engine._pipe = ours
+    end = Finished(id="a", tokens=(1,), reason=FinishReason.ABORT, t=0.0)
+    theirs.send(("events", [end]))
+    theirs.send(("error", EngineDeadError("last words")))
+    theirs.close()
+    assert engine.poll(1.0) == [end]
+    for _ in range(2):
+        with pytest.raises(EngineDeadError, match="last words"):
+            engine.poll(1.0)
+    ours.close()
 
 
 def test_an_idle_engine_ends_at_once(start: Starter) -> None:

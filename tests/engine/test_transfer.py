@@ -33,6 +33,11 @@ PAIRS: dict[str, tuple[ModelSpec, ParallelConfig, ParallelConfig, dict[str, Any]
     "tp 2 to 4, copies of heads": (COPIES, ParallelConfig(tp=2), ParallelConfig(tp=4), {}, {}),
     "latent, tp 2 to 1": (LATENT, ParallelConfig(tp=2), ParallelConfig(), {}, {}),
     "latent, tp 1 to 2": (LATENT, ParallelConfig(), ParallelConfig(tp=2), {}, {}),
+    "pp 2 to 1": (HEADS, ParallelConfig(pp=2), ParallelConfig(), {}, {}),
+    "pcp 2 dcp 2 to 1": (LATENT, ParallelConfig(pcp=2, dcp=2), ParallelConfig(), {}, {}),
+    "dcp 1 to 2": (LATENT, ParallelConfig(), ParallelConfig(tp=2, dcp=2), {}, {}),
+    "blocks 16 to 32": (HEADS, ParallelConfig(), ParallelConfig(), {"block_size": 16}, {"block_size": 32}),
+    "blocks 32 to 16": (HEADS, ParallelConfig(), ParallelConfig(), {"block_size": 32}, {"block_size": 16}),
 }
 
 
