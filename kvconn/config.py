@@ -10,9 +10,10 @@ Rules
 from __future__ import annotations
 
 import difflib
+import ipaddress
 import os
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -27,13 +28,16 @@ __all__ = [
     "Limits",
     "ModelView",
     "ModuleTierSettings",
+    "Network",
     "NixlSettings",
     "OffloadSettings",
     "ParallelConfig",
+    "network",
     "parse_child",
     "parse_extra",
     "parse_kv_transfer_config",
     "parse_secondary_tiers",
+    "parse_struct",
 ]
 
 Role = Literal["kv_producer", "kv_consumer", "kv_both"]
@@ -48,6 +52,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 #: a deadline: finite and after now (C7).
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
 Count = Annotated[int, msgspec.Meta(ge=1)]
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -57,6 +62,8 @@ class Limits(msgspec.Struct, frozen=True):
     read: float = 60.0
     store: float = 60.0
     load: float = 60.0
+    #: an engine that was told to end waits so long for what runs on it and for readers of what it holds
+    drain: float = 30.0
     #: how long a request waits for a disk to say what it has and to bring it; after that it is computed
     lookup: float = 0.5
     #: how long a disk that was too slow is not asked
@@ -85,6 +92,14 @@ class Limits(msgspec.Struct, frozen=True):
     early_max: int = 4096
     waiting_max: int = 4096
     peers_max: int = 4096
+    #: handshakes per second that one address is answered, ten seconds' worth at once; addresses counted at once
+    handshake_rate: int = 100
+    addresses_max: int = 4096
+    #: names of peers that are being looked up, and threads that do it
+    names_max: int = 128
+    name_threads: int = 4
+    #: seconds between two log lines about handshakes that were refused for one reason
+    complain: float = 60.0
     #: blocks on their way to the host tier, to and from the secondary tiers; look-ups under way; events kept
     stores_max: int = 4096
     saves_max: int = 256
@@ -111,6 +126,14 @@ class NixlKvconn(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     progress: Literal["nixl", "pump", "poll"] = "pump"
     #: reads from a peer that has no fence, whose bytes nothing can prove
     unfenced: Literal["allow", "refuse"] = "allow"
+    #: the fleet's secret, for the side channel and for references; without it nothing is authenticated (SECURITY.md)
+    key_file: Annotated[str, msgspec.Meta(pattern="^/", max_length=4096)] | None = None
+    #: no key is an error at start-up
+    require_auth: bool = False
+    #: networks (CIDR) that peers may be in; None: anywhere
+    allow: Annotated[tuple[str, ...], msgspec.Meta(min_length=1, max_length=1024)] | None = None
+    #: handshakes per second that one address is answered
+    handshake_rate: Annotated[int, msgspec.Meta(ge=1, le=1_000_000)] = LIMITS.handshake_rate
 
 
 class OffloadKvconn(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -215,12 +238,17 @@ class ChildConfig(KVTransferConfig, frozen=True, forbid_unknown_fields=True):
 
 
 class ParallelConfig(msgspec.Struct, frozen=True):
-    """Sizes of one engine. Ranks are ordered pp-major, then pcp, then tp: ``rank = (pp * PCP + pcp) * TP + tp``."""
+    """Sizes of one engine. Ranks are ordered pp-major, then pcp, then tp: ``rank = (pp * PCP + pcp) * TP + tp``.
+
+    ``dcp`` ranks share the tokens of every block, ``dcp_interleave`` tokens at a time; a group of them is TP ranks, or,
+    with pcp > 1, all PCP ranks.
+    """
 
     tp: int = 1
     pp: int = 1
     pcp: int = 1
     dcp: int = 1
+    dcp_interleave: int = 1
     dp_rank: int = 0
 
     @property
@@ -234,7 +262,8 @@ class ParallelConfig(msgspec.Struct, frozen=True):
 
 
 class ModelView(msgspec.Struct, frozen=True):
-    """What of the model decides the meaning of KV bytes. ``block_size`` in tokens, ``head_size`` in elements.
+    """What of the model decides the meaning of KV bytes. ``head_size`` in elements, ``num_kv_heads`` of all ranks,
+    ``block_size`` in tokens of a block on one rank.
 
     ``packing``: ``latent`` (one shared row per token, MLA), ``kv`` (K and V packed in one tensor).
     """
@@ -312,6 +341,11 @@ def parse_secondary_tiers(
     return tiers
 
 
+def parse_struct(kind: type[T], raw: Mapping[str, Any], path: str) -> T:
+    """``raw`` as ``kind``. Raises ConfigError with every problem found."""
+    return _to_struct(kind, raw, path)
+
+
 def fresh_engine_id(config: KVTransferConfig) -> str:
     """The configured engine id, or an unguessable one."""
     return config.engine_id or uuid.uuid4().hex
@@ -324,6 +358,27 @@ def side_channel_address() -> tuple[str, int]:
     if not (raw.isascii() and raw.isdigit() and len(raw) <= 5) or not 0 < int(raw) < 65536:
         raise ConfigError(f"VLLM_NIXL_SIDE_CHANNEL_PORT: expected a port 1..65535, got {raw!r}")
     return host, int(raw)
+
+
+def network(text: str) -> Network:
+    """``10.0.0.0/8``, ``fd00::/8``, or one address. Raises ValueError."""
+    found = ipaddress.ip_network(text)
+    if isinstance(found, ipaddress.IPv6Network) and found.network_address.ipv4_mapped is not None:
+        raise ValueError(f"{text!r} is IPv4 within IPv6: write it as IPv4")
+    return found
+
+
+def _networks_problem(texts: Sequence[str] | None) -> str | None:
+    for text in texts or ():
+        try:
+            network(text)
+        except ValueError as err:
+            return f"expected networks such as '10.0.0.0/8' or 'fd00::/8': {err}"
+    return None
+
+
+#: key -> what its type cannot say: the problem of a value, or None
+CHECKS: dict[str, Callable[[Any], str | None]] = {"allow": _networks_problem}
 
 
 def _to_struct(kind: type[T], raw: Mapping[str, Any], path: str) -> T:
@@ -352,6 +407,10 @@ def _collect(kind: type[msgspec.Struct], raw: Mapping[str, Any], path: str, prob
             msgspec.convert(value, info.type, strict=True)
         except msgspec.ValidationError as err:
             problems.append(f"{path}.{name}: {err}{_value_hint(name, value)}")
+            continue
+        why = CHECKS[name](value) if name in CHECKS else None
+        if why is not None:
+            problems.append(f"{path}.{name}: {why}")
 
 
 def _hint(key: object, known: Sequence[str]) -> str:

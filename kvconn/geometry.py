@@ -6,8 +6,10 @@ Rules
 2. A region is one contiguous cache tensor, in bytes; block ``b`` lies at ``base + b * stride``, ``length`` long.
    Region order is part of the wire: layers by natural sort of their names, a repeated (address, stride) folded
    into the first.
-3. Inside a block heads come first, ``[heads, tokens, channels]``, so that consecutive heads are consecutive bytes. A
-   latent (MLA) cache counts as one head of which every TP rank has a copy.
+3. Inside a block lie cells, one per head and token (:class:`~kvconn.base.Cells`); unless a layer says otherwise heads
+   come first, ``[heads, tokens, channels]``. A latent (MLA) cache counts as one head of which every TP rank has a copy.
+4. Where DCP shards, a block id stands for ``dcp`` blocks, one per rank, and token ``t`` of a prompt is number
+   ``t // (interleave * dcp) * interleave + t % interleave`` of rank ``t // interleave % dcp`` (vLLM's rule).
 """
 
 from __future__ import annotations
@@ -17,19 +19,26 @@ from collections.abc import Iterable
 
 import msgspec
 
-from kvconn.base import LayerView
+from kvconn.base import Cells, GroupView, KVCacheView, LayerView
 from kvconn.config import ParallelConfig
 from kvconn.errors import ConfigError
 
 __all__ = [
     "HeadShare",
+    "Place",
+    "RankCache",
     "RankRole",
     "Region",
+    "Share",
+    "Side",
+    "TokenShare",
     "blocks_for",
     "coordinates",
     "is_replicated",
+    "place_of",
     "regions_of",
     "share_of",
+    "spans",
 ]
 
 
@@ -94,6 +103,38 @@ def share_of(parallel: ParallelConfig, rank: int) -> str:
     return f"pp{where.pp}-pcp{0 if is_replicated(parallel) else where.pcp}-tp{where.tp}"
 
 
+class Place(msgspec.Struct, frozen=True, order=True):
+    """Where peers find a rank: its pipeline stage and its number there, the two numbers of a side channel request."""
+
+    pp: int
+    tp: int
+
+
+def place_of(parallel: ParallelConfig, rank: int) -> Place:
+    """Where ``rank`` publishes itself. Ranks of a sharded PCP count as TP ranks, PCP-major. Raises ConfigError."""
+    where = coordinates(parallel, rank)
+    return Place(where.pp, where.tp if is_replicated(parallel) else where.pcp * parallel.tp + where.tp)
+
+
+class Side(msgspec.Struct, frozen=True):
+    """The sizes of one engine that decide which of its ranks holds what.
+
+    ``tp``: ranks of one stage that serve, those of a sharded PCP included. ``dcp``: of them, neighbours share the
+    tokens of what they hold copies of, ``interleave`` tokens in turn. ``kv_heads``: of the model, 1 for a latent cache.
+    """
+
+    kv_heads: int
+    tp: int = 1
+    pp: int = 1
+    dcp: int = 1
+    interleave: int = 1
+
+    @classmethod
+    def of(cls, parallel: ParallelConfig, kv_heads: int) -> Side:
+        sharded = parallel.pcp if not is_replicated(parallel) else 1
+        return cls(kv_heads, parallel.tp * sharded, parallel.pp, parallel.dcp, parallel.dcp_interleave)
+
+
 class HeadShare(msgspec.Struct, frozen=True):
     """The KV heads one TP rank holds: ``count`` from ``first`` on. It is copy number ``copy`` of ``copies``."""
 
@@ -116,8 +157,45 @@ class HeadShare(msgspec.Struct, frozen=True):
         return None
 
 
+class TokenShare(msgspec.Struct, frozen=True):
+    """The tokens one DCP rank holds: of ``dcp`` ranks that take turns every ``interleave`` tokens, number ``rank``."""
+
+    dcp: int = 1
+    rank: int = 0
+    interleave: int = 1
+
+    def meets(self, other: TokenShare) -> bool:
+        """True where some token is in both shares. One interleave divides the other."""
+        if self.dcp == 1 or other.dcp == 1:
+            return True
+        few, many = sorted((self, other), key=lambda share: share.interleave)
+        times = many.interleave // few.interleave
+        turns = range(few.dcp)
+        return any(
+            ((many.rank + many.dcp * turn) * times + within) % few.dcp == few.rank
+            for turn in turns
+            for within in range(min(times, few.dcp))
+        )
+
+
+class Share(msgspec.Struct, frozen=True):
+    """What one rank holds of every layer of its stage: some heads, of some tokens."""
+
+    heads: HeadShare
+    tokens: TokenShare = TokenShare()
+
+    @classmethod
+    def of(cls, side: Side, tp: int) -> Share | None:
+        """The share of rank ``tp`` of a stage; None where heads, ranks and DCP don't divide. Sizes are positive."""
+        heads = HeadShare.of(side.kv_heads, side.tp, tp)
+        if heads is None or heads.copies % side.dcp:
+            return None
+        one = msgspec.structs.replace(heads, copy=heads.copy // side.dcp, copies=heads.copies // side.dcp)
+        return cls(one, TokenShare(side.dcp, tp % side.dcp, side.interleave) if side.dcp > 1 else TokenShare())
+
+
 class Region(msgspec.Struct, frozen=True):
-    """One registered cache tensor. Bytes throughout; ``count`` blocks."""
+    """One registered cache tensor. Bytes throughout; ``count`` blocks. ``cells`` None: heads first, nothing between."""
 
     name: str
     base: int
@@ -127,22 +205,48 @@ class Region(msgspec.Struct, frozen=True):
     group: int
     mem_type: str = "DRAM"
     device_id: int = 0
+    cells: Cells | None = None
 
     @property
     def span(self) -> int:
         """Bytes from the first byte of the first block to the last byte of the last."""
         return self.stride * (self.count - 1) + self.length
 
-    @property
-    def dense(self) -> bool:
-        """True when neighbouring blocks are neighbouring bytes, so that runs of blocks are one range."""
-        return self.stride == self.length
 
-    def part(self, offset: int, length: int) -> Region:
-        """The same ``length`` bytes of every block, ``offset`` bytes into it: again a region."""
-        if (offset, length) == (0, self.length):
-            return self
-        return msgspec.structs.replace(self, base=self.base + offset, length=length)
+class RankCache(msgspec.Struct, frozen=True):
+    """One rank's cache: regions in wire order and the groups they belong to.
+
+    ``block_size`` in tokens is a logical block's, of the ids that a scheduler hands out; it lies in ``kernel_blocks``
+    consecutive blocks of every region of attention.
+    """
+
+    regions: tuple[Region, ...]
+    block_size: int
+    groups: tuple[GroupView, ...] = (GroupView("full", ()),)
+    kernel_blocks: int = 1
+    dtype: str = ""
+
+    @classmethod
+    def of(cls, regions: Iterable[Region], view: KVCacheView, dtype: str = "") -> RankCache:
+        """The cache of an engine that says ``view``; regions of attention may have several blocks per block of it."""
+        regions = tuple(regions)
+        counts = [r.count // view.num_blocks for r in regions if view.groups[r.group].kind != "state"]
+        return cls(regions, view.block_size, view.groups, max(1, min(counts, default=1)), dtype)
+
+
+def spans(regions: Iterable[Region]) -> list[tuple[int, int, str, int]]:
+    """Memory to register, as (address, bytes, memory type, device): what overlaps or touches is one piece.
+
+    In a block-first pool every layer's region covers nearly all of it.
+    """
+    merged: list[tuple[int, int, str, int]] = []
+    for region in sorted(regions, key=lambda r: (r.mem_type, r.device_id, r.base)):
+        base, end, where = region.base, region.base + region.span, (region.mem_type, region.device_id)
+        if merged and merged[-1][2:] == where and base <= merged[-1][0] + merged[-1][1]:
+            base, end = merged[-1][0], max(end, merged[-1][0] + merged[-1][1])
+            merged.pop()
+        merged.append((base, end - base, *where))
+    return merged
 
 
 def regions_of(layers: Iterable[LayerView]) -> tuple[Region, ...]:
@@ -155,6 +259,8 @@ def regions_of(layers: Iterable[LayerView]) -> tuple[Region, ...]:
                 f"layer {layer.name}: expected count >= 1 and stride >= length >= 1, "
                 f"got count={layer.count} stride={layer.stride} length={layer.length}"
             )
+        if layer.cells is not None and not layer.cells.fit(layer.length):
+            raise ConfigError(f"layer {layer.name}: expected cells within {layer.length} bytes, got {layer.cells}")
         key = (layer.address, layer.stride)
         if key in seen:
             continue
@@ -162,7 +268,7 @@ def regions_of(layers: Iterable[LayerView]) -> tuple[Region, ...]:
         regions.append(
             Region(
                 layer.name, layer.address, layer.stride, layer.length, layer.count, layer.group,
-                layer.mem_type, layer.device_id,
+                layer.mem_type, layer.device_id, layer.cells,
             )
         )  # fmt: skip
     return tuple(regions)

@@ -14,7 +14,7 @@ import re
 import secrets
 import string
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
@@ -23,6 +23,7 @@ from kvconn.errors import RequestError
 
 __all__ = [
     "KvconnRef",
+    "PeerKey",
     "RemoteRef",
     "fresh_transfer_id",
     "parse_remote",
@@ -44,14 +45,30 @@ _BASE62 = string.digits + string.ascii_letters
 class KvconnRef(msgspec.Struct, frozen=True, omit_defaults=True):
     """What kvconn adds to a reference.
 
-    ``slot`` and ``word`` are the producer's fence for it, ``seal`` its HMAC in hex (kvconn.nixl.fence), ``deadline``
-    the first end of its lease on the producer's perf_counter, in seconds.
+    ``slot`` and ``word`` are the producer's fence for it, ``seal`` its HMAC in hex, ``signature`` the HMAC in hex with
+    the fleet's key (kvconn.nixl.fence), ``deadline`` the first end of its lease on the producer's perf_counter, in
+    seconds.
     """
 
     slot: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)] | None = None
     word: Annotated[int, msgspec.Meta(gt=0)] | None = None
     seal: Annotated[str, msgspec.Meta(max_length=64)] | None = None
     deadline: float | None = None
+    signature: Annotated[str, msgspec.Meta(max_length=64)] | None = None
+
+
+class PeerKey(NamedTuple):
+    """Another engine as a reference names it: id, address of its side channel, and sizes.
+
+    The sizes are in the key so that a wrong one costs the requests that name it, and nobody who names the right one.
+    """
+
+    engine: str
+    host: str
+    port: int
+    tp: int = 1
+    pp: int = 1
+    dcp: int = 1
 
 
 class RemoteRef(msgspec.Struct, frozen=True):
@@ -69,19 +86,18 @@ class RemoteRef(msgspec.Struct, frozen=True):
     kvconn: KvconnRef | None = None
 
     @property
-    def peer(self) -> tuple[str, str, int]:
-        """Engine id and side channel address: the key of the peer."""
-        return self.engine_id, self.host, self.port
+    def peer(self) -> PeerKey:
+        """Whom it is of."""
+        return PeerKey(self.engine_id, self.host, self.port, self.tp_size, self.pp_size, self.dcp_size)
 
     def __repr__(self) -> str:
         blocks = "+".join(str(len(g)) for g in self.block_ids)
         return f"RemoteRef({self.transfer_id} of {peer_name(self.peer)} blocks={blocks})"
 
 
-def peer_name(peer: tuple[str, str, int]) -> str:
+def peer_name(peer: PeerKey) -> str:
     """How logs, errors and ``explain`` call the peer of this key."""
-    engine, host, port = peer
-    return f"{engine}@{host}:{port}"
+    return f"{peer.engine}@{peer.host}:{peer.port}"
 
 
 def fresh_transfer_id() -> str:
@@ -209,8 +225,9 @@ def _kvconn(value: object) -> KvconnRef | None:
         ref = msgspec.convert(value, KvconnRef, strict=True)
     except (msgspec.ValidationError, UnicodeError) as err:  # JSON may hold lone surrogates
         raise RequestError("kv_transfer_params.kvconn", str(err), value) from None
-    if ref.seal is not None and not ref.seal.isascii():
-        raise RequestError("kv_transfer_params.kvconn.seal", "hexadecimal digits", ref.seal)
+    for name, text in (("seal", ref.seal), ("signature", ref.signature)):
+        if text is not None and not text.isascii():
+            raise RequestError(f"kv_transfer_params.kvconn.{name}", "hexadecimal digits", text)
     if ref.deadline is not None and not math.isfinite(ref.deadline):
         raise RequestError("kv_transfer_params.kvconn.deadline", "a finite number of seconds", ref.deadline)
     return ref

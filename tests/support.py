@@ -31,6 +31,7 @@ from kvconn.base import (
 from kvconn.config import ConnectorConfig, ModelView, ParallelConfig, parse_kv_transfer_config
 from kvconn.engine.ports import free_ports
 from kvconn.factory import get_connector_class
+from kvconn.geometry import HeadShare, coordinates, place_of
 from kvconn.metrics import Stats
 
 BLOCK_SIZE = 16
@@ -96,7 +97,9 @@ class Side:
         name: str,
         transfer: dict[str, Any],
         *,
+        tp: int = 1,
         pcp: int = 1,
+        heads: int = 1,
         num_blocks: int = 32,
         port: int | None = None,
         poll: str = "get_transfer_results",
@@ -104,8 +107,10 @@ class Side:
         **kwargs: Any,
     ) -> None:
         self.name = name
-        self.pcp = pcp
+        self.heads = heads
         self.poll = poll
+        parallel = ParallelConfig(tp=tp, pcp=pcp)
+        self.ranks = range(parallel.world)
         parsed = parse_kv_transfer_config(transfer)
         cls = make or get_connector_class(parsed)
         if parsed.kv_connector == "MultiConnector" and kwargs:
@@ -116,25 +121,33 @@ class Side:
         self.config = ConnectorConfig(
             kv_transfer=parsed,
             engine_id=name,
-            parallel=ParallelConfig(pcp=pcp),
-            model=ModelView("m", "uint8", len(LAYERS), 1, ROW, BLOCK_SIZE),
+            parallel=parallel,
+            model=ModelView(
+                "m", "uint8", len(LAYERS), heads, ROW, BLOCK_SIZE, packing="latent" if heads == 1 else "kv"
+            ),
             port=port or free_port(),
         )
+        self.shares = [_share(heads, tp, coordinates(parallel, rank).tp) for rank in self.ranks]
         self.caches = [
-            {n: np.zeros((num_blocks, BLOCK_SIZE * ROW), np.uint8) for n in LAYERS} for _ in range(pcp)
-        ]  # fmt: skip
+            {n: np.zeros((num_blocks, share.count * BLOCK_SIZE * ROW), np.uint8) for n in LAYERS}
+            for share in self.shares
+        ]
         self.workers: list[KVConnector] = []
-        for rank in range(pcp):
+        for rank in self.ranks:
             config = _with_rank(self.config, rank)
             worker = cls(config, ConnectorRole.WORKER, self.kv_cache, **kwargs)
             worker.register_kv_caches({n: _layer(n, a) for n, a in self.caches[rank].items()})
             self.workers.append(worker)
         self.scheduler: KVConnector = cls(self.config, ConnectorRole.SCHEDULER, self.kv_cache, **kwargs)
-        published = [h for h in (w.get_handshake_metadata() for w in self.workers) if h is not None]
+        published = {
+            msgspec.structs.astuple(place_of(parallel, rank)): metadata
+            for rank, worker in enumerate(self.workers)
+            if (metadata := worker.get_handshake_metadata()) is not None
+        }
         self.published = len(published)
         if published:
-            self.scheduler.set_handshake_metadata({(0, 0): published[-1]})
-        self.aggregator = KVOutputAggregator.from_connector(self.scheduler, pcp)
+            self.scheduler.set_handshake_metadata(published)
+        self.aggregator = KVOutputAggregator.from_connector(self.scheduler, parallel.world)
         self.seq = 0
         self.rank_results: list[tuple[set[str], set[str], set[str]]] = []
         self.stats = Stats()
@@ -147,7 +160,7 @@ class Side:
         """One empty step of the engine: metadata out, every rank polled, the answer aggregated and filtered."""
         self.seq += 1
         meta = self.scheduler.build_connector_meta(StepView(self.seq, requests, finished=finished))
-        return self.finish_step([self.rank_step(rank, meta, finished) for rank in range(self.pcp)])
+        return self.finish_step([self.rank_step(rank, meta, finished) for rank in self.ranks])
 
     def rank_step(self, rank: int, meta: Any, finished: tuple[str, ...] = ()) -> _Output:
         """What one worker does around a step."""
@@ -207,9 +220,15 @@ class Side:
 
     def write(self, blocks: list[int], seed: int) -> None:
         """Fill ``blocks`` on every rank with the bytes of ``seed``."""
-        for cache in self.caches:
-            for layer, name in enumerate(LAYERS):
-                cache[name][blocks] = pattern(seed, layer, len(blocks))
+        for rank in self.ranks:
+            for name, content in self.content(rank, seed, len(blocks)).items():
+                self.caches[rank][name][blocks] = content
+
+    def content(self, rank: int, seed: int, blocks: int) -> dict[str, Any]:
+        """What ``blocks`` blocks of ``seed`` are on this rank, by layer: its heads of them."""
+        share, head = self.shares[rank], BLOCK_SIZE * ROW
+        mine = slice(share.first * head, (share.first + share.count) * head)
+        return {name: pattern(seed, layer, blocks, self.heads)[:, mine] for layer, name in enumerate(LAYERS)}
 
     def load(
         self, id: str, params: dict[str, Any] | None, blocks: list[int], hits: int = 0, tokens: tuple[int, ...] = ()
@@ -223,11 +242,12 @@ class Side:
         self.scheduler.update_state_after_alloc(view, KVBlocks((tuple(blocks),), (hits,)), n or 0)
         return view
 
-    def holds(self, blocks: list[int], seed: int, rank: int = 0, start: int = 0) -> bool:
-        """True when ``blocks`` hold the bytes of :meth:`prefill` with ``seed`` from block ``start`` on."""
+    def holds(self, blocks: list[int], seed: int, start: int = 0) -> bool:
+        """True when ``blocks`` hold the bytes of :meth:`prefill` with ``seed`` from block ``start`` on, everywhere."""
         return all(
-            np.array_equal(self.caches[rank][name][blocks], pattern(seed, layer, start + len(blocks))[start:])
-            for layer, name in enumerate(LAYERS)
+            np.array_equal(self.caches[rank][name][blocks], content[start:])
+            for rank in self.ranks
+            for name, content in self.content(rank, seed, start + len(blocks)).items()
         )
 
     def close(self) -> None:
@@ -235,10 +255,16 @@ class Side:
             connector.shutdown()
 
 
-def pattern(seed: int, layer: int, blocks: int) -> Any:
-    """Bytes nobody else writes: shape (blocks, BLOCK_SIZE * ROW)."""
+def pattern(seed: int, layer: int, blocks: int, heads: int = 1) -> Any:
+    """Bytes nobody else writes: shape (blocks, heads * BLOCK_SIZE * ROW), the heads one after the other."""
     rng = np.random.default_rng((seed, layer))
-    return rng.integers(0, 256, (blocks, BLOCK_SIZE * ROW), dtype=np.uint8)
+    return rng.integers(0, 256, (blocks, heads * BLOCK_SIZE * ROW), dtype=np.uint8)
+
+
+def _share(heads: int, tp: int, rank: int) -> HeadShare:
+    share = HeadShare.of(heads, tp, rank)
+    assert share is not None
+    return share
 
 
 def _hashes(seed: int, blocks: int) -> list[bytes]:

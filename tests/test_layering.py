@@ -25,7 +25,7 @@ PACKAGE = ROOT / "kvconn"
 #: the names at the bottom, which everybody may use.
 BASE = frozenset({"errors", "metrics", "base", "config"})
 #: what connectors are built of.
-PARTS = frozenset({"ledger", "geometry", "params", "transport"})
+PARTS = frozenset({"ledger", "geometry", "params", "transport", "trust"})
 CONNECTORS = frozenset({"nixl", "multi", "offload"})
 
 #: first name below ``kvconn`` -> the others that it may import. ``""`` is ``kvconn/__init__.py`` itself.
@@ -39,15 +39,17 @@ ALLOWED: dict[str, frozenset[str]] = {
     "ledger": BASE,
     "geometry": BASE,
     "params": BASE,
+    "trust": BASE,
     "transport": BASE,
     "aggregator": BASE | {"ledger"},
     "nixl": BASE | PARTS,
     "offload": BASE | PARTS,
     "multi": BASE | PARTS | {"factory"},  # its children are named by strings
     "engine": BASE | PARTS | {"factory", "aggregator", "explain"},  # its connectors too
+    "chaos": BASE | PARTS | {"engine", "explain"},
     "vllm": BASE | PARTS | CONNECTORS | {"factory", "aggregator", "explain"},
     "doctor": BASE | PARTS | {"", "factory"},  # asks children about the rest
-    "cli": BASE | PARTS | CONNECTORS | {"", "factory", "aggregator", "engine", "doctor", "explain", "vllm"},
+    "cli": BASE | PARTS | CONNECTORS | {"", "factory", "aggregator", "engine", "chaos", "doctor", "explain", "vllm"},
     "data": BASE | {"engine"},  # the script that made the shipped trace
     "testing": BASE | PARTS | CONNECTORS | {"factory", "aggregator", "engine", "vllm"},
     "": BASE | PARTS | CONNECTORS | {"factory", "aggregator"},  # for type checkers; at run time names are fetched late

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvconn import params as p
 from kvconn.errors import RequestError
-from kvconn.params import KvconnRef, RemoteRef, fresh_transfer_id, parse_remote, to_params, wants_remote_decode
+from kvconn.params import KvconnRef, PeerKey, RemoteRef, fresh_transfer_id, parse_remote, to_params, wants_remote_decode
 
 FUZZ = settings(derandomize=True, database=None, deadline=None, max_examples=200)
 BLOCK = 16
@@ -57,7 +57,7 @@ class TestGoodReferences:
             dcp_size=4,
             kvconn=KvconnRef(deadline=12.5),
         )
-        assert ref.peer == ("P", "127.0.0.1", 5600)
+        assert ref.peer == PeerKey("P", "127.0.0.1", 5600, tp=2, pp=3, dcp=4)
 
     def test_a_stock_producers_reference_needs_no_sizes_no_token_count_and_nothing_of_ours(self) -> None:
         params = {k: good()[k] for k in good() if k not in ("remote_num_tokens", "tp_size", "do_remote_decode")}

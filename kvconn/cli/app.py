@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import msgspec
 import typer
@@ -25,6 +25,9 @@ from rich.console import Console
 import kvconn
 from kvconn.cli.verdict import INTERRUPTED, PIPE_CLOSED, USAGE, WRONG, judge
 from kvconn.errors import ConfigError, KvconnError
+
+if TYPE_CHECKING:
+    from kvconn.chaos import run as chaos_run
 
 __all__ = ["app"]
 
@@ -44,6 +47,13 @@ KvOption = Annotated[
 ContractOption = Annotated[
     Literal["world", "hidden-ranks"],
     typer.Option(help="hidden-ranks: P's ranks > 0 stay silent, as before the fix; the stall must be named (exit 3)."),
+]
+OffloadOption = Annotated[
+    Literal["host", "tiering", "hold", "off"],
+    typer.Option(
+        help="The sibling. host: P and D keep prompt blocks in host memory and load them; tiering: in files too; hold:"
+        " P holds each request until its blocks are stored; off: none."
+    ),
 ]
 Pcp = Annotated[int, typer.Option(help="P's context-parallel workers.")]
 UcxTls = Annotated[str | None, typer.Option(help="UCX_TLS of both engines, e.g. tcp.")]
@@ -76,6 +86,7 @@ def demo(
     mode: ModeOption = "transformer",
     kv: KvOption = "latent",
     contract: ContractOption = "world",
+    offload: OffloadOption = "hold",
     pcp: Pcp = 8,
     ucx_tls: UcxTls = None,
     stall_after: StallAfter = None,
@@ -90,6 +101,7 @@ def demo(
         mode=mode,
         kv=kv,
         contract=contract,
+        offload=offload,
         pcp=pcp,
         ucx_tls=ucx_tls,
         stall_after=stall_after,
@@ -106,6 +118,7 @@ def replay(
     mode: ModeOption = "transformer",
     kv: KvOption = "latent",
     contract: ContractOption = "world",
+    offload: OffloadOption = "hold",
     pcp: Pcp = 8,
     ucx_tls: UcxTls = None,
     stall_after: StallAfter = None,
@@ -122,6 +135,7 @@ def replay(
         mode=mode,
         kv=kv,
         contract=contract,
+        offload=offload,
         pcp=pcp,
         ucx_tls=ucx_tls,
         stall_after=stall_after,
@@ -197,6 +211,79 @@ def doctor(
     else:
         print_findings(console, report)
     sys.exit(report.code)
+
+
+@app.command()
+def plan(
+    d: Annotated[str, typer.Option("--d", metavar="FILE|JSON", help="The engine that reads.")],
+    p: Annotated[str | None, typer.Option("--p", metavar="FILE|JSON", help="The engine that is read.")] = None,
+    tokens: Annotated[int, typer.Option(min=1, max=1 << 20, help="Length of the prompt to count for.")] = 1024,
+    svg: Annotated[Path | None, typer.Option(help="Draw who reads what of whom into this file.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Can these two engines exchange KV? Who reads what of whom, or every field that is in the way (exit 1)."""
+    from kvconn.cli import planning
+    from kvconn.nixl.survey import peer_of, survey
+
+    errors, console = _Console(stderr=True), _Console()
+    try:
+        if p is None:
+            raise ConfigError("--p: expected the engine that is read")
+        found = survey(planning.read_shape(d, "--d"), peer_of(planning.read_shape(p, "--p")), tokens)
+        if svg is not None and not found.problems:
+            svg.write_text(planning.to_svg(found), encoding="utf-8")
+    except ConfigError as err:
+        for problem in err.problems:
+            _complain(errors, problem)
+        sys.exit(USAGE)
+    except OSError as err:
+        _complain(errors, f"--svg: cannot write {svg}: {err}")
+        sys.exit(USAGE)
+    if as_json:
+        _write(console, planning.to_json(found))
+    else:
+        planning.print_survey(console, found)
+    sys.exit(WRONG if found.problems else 0)
+
+
+@app.command()
+def chaos(
+    minutes: Annotated[float, typer.Option(help="How long faults go on; the end takes some seconds more.")] = 3.0,
+    seed: Annotated[int, typer.Option(help="Which faults and requests, in which order.")] = 0,
+    concurrency: Annotated[int, typer.Option(min=1, max=256, help="Requests in flight.")] = 12,
+    ucx_tls: Annotated[str, typer.Option(help="UCX_TLS of the engines.")] = "tcp",
+    as_json: Json = False,
+) -> None:
+    """Faults against live engines under load: kills, stops, aborts, dead peers. Is anything lost, wrong or leaked?"""
+    from kvconn.chaos.run import Settings
+
+    _run_chaos(as_json, Settings(minutes=minutes, seed=seed, concurrency=concurrency, ucx_tls=ucx_tls))
+
+
+def _run_chaos(as_json: bool, settings: chaos_run.Settings) -> NoReturn:
+    """Run, print, exit."""
+    from kvconn.chaos.run import run
+    from kvconn.cli import chaos as showing
+
+    errors, console = _Console(stderr=True), _Console()
+    try:
+        with _interruptible():
+            report = run(settings, lambda line: errors.print(line, highlight=False, markup=False, soft_wrap=True))
+    except ConfigError as err:
+        for problem in err.problems:
+            _complain(errors, problem)
+        sys.exit(USAGE)
+    except KvconnError as err:
+        _complain(errors, str(err))
+        sys.exit(WRONG)
+    except KeyboardInterrupt:
+        _complain(errors, "interrupted; the engines are shut down")
+        sys.exit(INTERRUPTED)
+    if as_json:
+        _write(console, showing.to_json(report))
+    else:
+        showing.print_report(console, report)
+    sys.exit(showing.code(report))
 
 
 def _finish(as_json: bool, **options: Any) -> NoReturn:

@@ -4,15 +4,20 @@ Rules
 1. :func:`plan` decides everything and touches only the trace file; what cannot work is a ConfigError before a process
    starts, every problem at once where they are independent.
 2. :func:`run` starts engines and, whatever happens, shuts all of them down.
-3. P is tp=1 x pcp workers under ``MultiConnector[NixlConnector, OffloadingConnector with hold]``, the composition that
-   stalled; D is one worker with a NixlConnector; the yardstick is one worker without a connector.
-4. Connectors are named by strings, as an operator would: ``kvconn.testing`` is never imported here.
+3. P is tp=1 x pcp workers, D is one worker, with the connectors of :mod:`kvconn.cli.connectors`; the yardstick is one
+   worker without a connector.
+4. Files of a replay are in a directory of its own, which is removed however it ends.
+5. The engines of a run share a fleet key of their own, drawn for it and gone after it.
 """
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterator
+import secrets
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from importlib import resources
 from pathlib import Path
@@ -21,10 +26,11 @@ from typing import Any, Literal, Protocol
 import msgspec
 from msgspec.structs import replace
 
+from kvconn.cli.connectors import OFFLOAD_BYTES, Offload, decode_connectors, loads, offloading, prefill_connectors
 from kvconn.cli.verdict import Contract
 from kvconn.config import ParallelConfig
 from kvconn.engine.client import EngineProcess
-from kvconn.engine.config import EngineConfig, ModelSpec, check
+from kvconn.engine.config import EngineConfig, ModelSpec, check, kv_cache_view
 from kvconn.engine.ports import free_ports
 from kvconn.engine.router import (
     Progress,
@@ -45,7 +51,6 @@ Kv = Literal["latent", "gqa"]
 BLOCK_SIZE = 16
 GIB = 1 << 30
 REQUESTS = 48
-OFFLOAD_BYTES = 64 << 20
 #: how long nothing may move, beyond the age at which engines name a pending release
 STALL_SLACK = 5.0
 STALL_AFTER: dict[Contract, float] = {"world": 30.0, "hidden-ranks": 10.0}
@@ -61,6 +66,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     mode: Mode = "transformer"
     kv: Kv = "latent"
     contract: Contract = "world"
+    offload: Offload = "hold"
     pcp: int = 8
     ucx_tls: str | None = None
     stall_after: float | None = None
@@ -68,7 +74,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """Everything a replay needs, checked. ``monolithic`` None: nothing to compare, a stall is expected."""
+    """Everything a replay needs, checked. ``monolithic`` None: nothing to compare, a stall is expected.
+
+    ``files``: a directory to make for the replay and to remove afterwards.
+    """
 
     requests: tuple[TraceRequest, ...]
     concurrency: int
@@ -76,6 +85,7 @@ class Plan(msgspec.Struct, frozen=True):
     prefill: EngineConfig
     decode: EngineConfig
     monolithic: EngineConfig | None
+    files: Path | None = None
 
 
 class Watcher(Protocol):
@@ -108,23 +118,22 @@ def plan(settings: Settings) -> Plan:
         env={"UCX_TLS": settings.ucx_tls} if settings.ucx_tls else {},
         stall_after=stall_after,
     )
-    decode = replace(
-        base,
-        name="D",
-        kv_transfer_config={"kv_connector": "NixlConnector", "kv_role": "kv_consumer"},
-        port=ports[0],
-    )
+    pool = prefill_blocks(requests, in_flight, BLOCK_SIZE)
+    files = _scratch() if settings.offload == "tiering" else None
+    host_bytes = pool * kv_cache_view(base).block_bytes if files is not None else OFFLOAD_BYTES
+    sibling = offloading(settings.offload, host_bytes, files)
+    decode = replace(base, name="D", kv_transfer_config=decode_connectors(settings.offload, sibling), port=ports[0])
     prefill = replace(
         base,
         name="P",
         parallel=ParallelConfig(pcp=settings.pcp),
-        kv_transfer_config=prefill_connectors(settings.contract),
-        num_blocks=prefill_blocks(requests, in_flight, BLOCK_SIZE),
+        kv_transfer_config=prefill_connectors(settings.contract, settings.offload, sibling),
+        num_blocks=pool,
         port=ports[1],
     )
     for config in (prefill, decode, base):
         check(config)
-    _check_memory(prefill, decode)
+    _check_memory(prefill, decode, host_bytes if loads(settings.offload) else 0)
     return Plan(
         requests=tuple(requests),
         concurrency=in_flight,
@@ -132,24 +141,13 @@ def plan(settings: Settings) -> Plan:
         prefill=prefill,
         decode=decode,
         monolithic=base if settings.contract == "world" else None,
+        files=files,
     )
 
 
-def prefill_connectors(contract: Contract) -> dict[str, Any]:
-    """P's ``kv_transfer_config``."""
-    nixl: dict[str, Any] = {"kv_connector": "NixlConnector", "kv_role": "kv_producer"}
-    if contract == "hidden-ranks":
-        nixl |= {"kv_connector": "HiddenRanksNixlConnector", "kv_connector_module_path": "kvconn.testing.contract"}
-    offload = {
-        "kv_connector": "OffloadingConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"cpu_bytes_to_use": OFFLOAD_BYTES, "kvconn": {"hold": True}},
-    }
-    return {
-        "kv_connector": "MultiConnector",
-        "kv_role": "kv_producer",
-        "kv_connector_extra_config": {"connectors": [nixl, offload]},
-    }
+def _scratch() -> Path:
+    """Where nobody has a directory."""
+    return Path(tempfile.gettempdir(), f"kvconn-replay-{secrets.token_hex(8)}")
 
 
 @contextmanager
@@ -159,9 +157,10 @@ def shipped_trace() -> Iterator[Path]:
         yield path
 
 
-def _check_memory(prefill: EngineConfig, decode: EngineConfig) -> None:
-    """Pools must fit; the yardstick's is D's size and runs when P and D are gone."""
-    needed, available = kv_bytes(prefill) + kv_bytes(decode), memory_limit()
+def _check_memory(prefill: EngineConfig, decode: EngineConfig, host_bytes: int) -> None:
+    """Pools and each rank's host tier must fit; the yardstick's is D's size and runs when P and D are gone."""
+    tiers = host_bytes * (prefill.parallel.world + decode.parallel.world)
+    needed, available = kv_bytes(prefill) + kv_bytes(decode) + tiers, memory_limit()
     if needed > available:
         raise ConfigError(
             f"the KV caches of P and D need {needed / GIB:.1f} GiB, {available / GIB:.1f} GiB are available for them:"
@@ -170,9 +169,8 @@ def _check_memory(prefill: EngineConfig, decode: EngineConfig) -> None:
 
 
 def kv_bytes(config: EngineConfig) -> int:
-    """What the pools of all ranks take; elements are float64."""
-    tokens = config.num_blocks * config.block_size
-    return tokens * config.model.row * 8 * config.model.n_layers * config.parallel.world
+    """What the pools of all ranks take at most."""
+    return config.num_blocks * kv_cache_view(config).block_bytes * config.parallel.world
 
 
 def memory_limit(meminfo: Path = Path("/proc/meminfo")) -> int:
@@ -224,7 +222,11 @@ def run(job: Plan, watcher: Watcher) -> ReplayReport:
         f"starting P (pcp={job.prefill.parallel.pcp}, {job.prefill.num_blocks} blocks) and D"
         f" ({job.decode.num_blocks} blocks)"
     )
-    with engines(job.prefill, job.decode) as (prefill, decode):
+    with (
+        _files(job.files),
+        fleet_key() as file,
+        engines(keyed(job.prefill, file), keyed(job.decode, file)) as (prefill, decode),
+    ):
         watcher.phase(f"replaying {len(job.requests)} requests, {job.concurrency} in flight")
         replayed = Router(
             prefill,
@@ -242,6 +244,42 @@ def run(job: Plan, watcher: Watcher) -> ReplayReport:
     with engines(job.monolithic) as (engine,):
         expected = run_monolithic(engine, job.requests, stall_limit=job.stall_limit, on_progress=watcher.compared)
     return make_report(replayed, expected, floor)
+
+
+@contextmanager
+def fleet_key() -> Iterator[str]:
+    """A file with a secret that nobody else has."""
+    with tempfile.TemporaryDirectory(prefix="kvconn-") as directory:
+        file = os.path.join(directory, "fleet.key")
+        with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
+            out.write(secrets.token_hex(32))
+        yield file
+
+
+def keyed(config: EngineConfig, file: str) -> EngineConfig:
+    """The same engine with the fleet key in this file."""
+    return replace(config, kv_transfer_config=_keyed(config.kv_transfer_config or {}, file))
+
+
+def _keyed(transfer: Mapping[str, Any], file: str) -> dict[str, Any]:
+    """Every NIXL connector in ``transfer`` gets it."""
+    extra = dict(transfer.get("kv_connector_extra_config", {}))
+    if "connectors" in extra:
+        extra["connectors"] = [_keyed(child, file) for child in extra["connectors"]]
+    elif "Nixl" in transfer["kv_connector"]:
+        extra["kvconn"] = {**extra.get("kvconn", {}), "key_file": file}
+    return {**transfer, "kv_connector_extra_config": extra}
+
+
+@contextmanager
+def _files(folder: Path | None) -> Iterator[None]:
+    if folder is not None:
+        folder.mkdir(mode=0o700)
+    try:
+        yield
+    finally:
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager

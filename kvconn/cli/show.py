@@ -19,7 +19,7 @@ from rich.table import Table
 
 from kvconn.cli.verdict import FINE, NAMED, Verdict
 from kvconn.engine.client import EngineStats
-from kvconn.engine.router import Progress, ReplayReport
+from kvconn.engine.router import Offloaded, Progress, ReplayReport
 
 __all__ = ["View", "print_report"]
 
@@ -130,6 +130,8 @@ def _rows(report: ReplayReport) -> list[tuple[str, str]]:
         ("P's finish to D's first token, p50", f"{report.handoff_p50_ms:.0f} ms"),
         ("P's finish to D's first token, p95", f"{report.handoff_p95_ms:.0f} ms"),
         ("blocks stored by the sibling", f"{report.blocks_stored} (+{report.blocks_deduplicated} it had)"),
+        *_offloaded("P", report.offload["P"], "prefill tokens saved"),
+        *_offloaded("D", report.offload["D"], "tokens not read from P"),
         ("duplicates absorbed", str(report.duplicates_absorbed)),
         ("leases expired", str(report.leases_expired)),
         *_troubles(report),
@@ -137,6 +139,23 @@ def _rows(report: ReplayReport) -> list[tuple[str, str]]:
         ("smallest top-2 margin", f"{report.min_margin:.2e}" if math.isfinite(report.min_margin) else "not a model"),
         ("wall time of the replay", f"{report.wall_s:.1f} s"),
     ]
+
+
+def _offloaded(side: str, done: Offloaded, saved: str) -> list[tuple[str, str]]:
+    """What a sibling that loads did; nothing where none was asked."""
+    if not done.asked:
+        return []
+    return [
+        (f"{side}: hit rate of host memory", _rate(done.hits_host, done.asked)),
+        (f"{side}: hit rate of files", _rate(done.hits_files, done.asked)),
+        (f"{side}: stored, loaded (all ranks)", f"{_size(done.bytes_stored)}, {_size(done.bytes_loaded)}"),
+        (f"{side}: stores skipped", str(done.stores_skipped)),
+        (f"{side}: {saved}", str(done.tokens_loaded)),
+    ]
+
+
+def _rate(hits: int, asked: int) -> str:
+    return f"{100 * hits / asked:.1f}% ({hits} of {asked} blocks)"
 
 
 def _troubles(report: ReplayReport) -> list[tuple[str, str]]:

@@ -24,6 +24,7 @@ from kvconn.doctor.children import begin, decoded, explain, run_child, say_resul
 from kvconn.doctor.findings import Finding, fail, ok, warn
 from kvconn.errors import ConfigError
 from kvconn.factory import CONNECTORS
+from kvconn.trust import load_trust
 
 __all__ = ["ConfigFacts", "Loaded", "child", "gather", "judge"]
 
@@ -80,7 +81,9 @@ def _walk(raw: Any, path: str, problems: list[str], parsed: dict[str, KVTransfer
         if config.kv_connector not in CONNECTORS:
             problems.append(f"{path}.kv_connector: {config.kv_connector!r} is none of {', '.join(CONNECTORS)}")
         elif config.kv_connector in SETTINGS:
-            parse_extra(SETTINGS[config.kv_connector], config, path)
+            extra = parse_extra(SETTINGS[config.kv_connector], config, path)
+            if isinstance(extra, NixlSettings):
+                load_trust(extra.kvconn, f"{path}.kv_connector_extra_config.kvconn")
         else:
             _walk_children(config, path, problems, parsed, depth)
     except ConfigError as err:

@@ -5,7 +5,8 @@ Rules
    last words.
 2. Orders and events cross one pipe as frozen Structs. The engine sends its statistics along, ten times a second.
 3. :meth:`EngineProcess.shutdown` leaves no process, however the engine is.
-4. Ctrl-C is the driver's alone: whatever it starts has SIGINT blocked from its first instruction on.
+4. Ctrl-C is the driver's alone: whatever it starts has SIGINT blocked from its first instruction on. SIGTERM tells an
+   engine to drain and end: its last words say what came of it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import signal
 import time
 from collections.abc import Iterator
 from multiprocessing import resource_tracker
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -46,6 +47,7 @@ class EngineProcess:
         self._stats = EngineStats()
         self._workers: list[int] = []
         self._asked = self._answered = 0
+        self._dead: EngineDeadError | None = None
 
     def start(self) -> None:
         """Start the engine and its workers and wait until they are ready. Raises ConfigError, EngineDeadError."""
@@ -76,11 +78,18 @@ class EngineProcess:
         self._send(("abort", id))
 
     def poll(self, timeout: float) -> list[FirstToken | Finished]:
-        """Events since the last call; waits at most ``timeout`` seconds for the first one."""
-        if not self._events:
-            self._receive(timeout)
-        while self._receive(0.0):
-            pass
+        """Events since the last call; waits at most ``timeout`` seconds for the first one.
+
+        Raises EngineDeadError only when everything that the engine said before its end has been told.
+        """
+        try:
+            if not self._events:
+                self._receive(timeout)
+            while self._receive(0.0):
+                pass
+        except EngineDeadError:
+            if not self._events:
+                raise
         events, self._events = self._events, []
         return events
 
@@ -88,6 +97,11 @@ class EngineProcess:
         """The newest statistics the engine has sent, at most a few tenths of a second old."""
         while self._receive(0.0):
             pass
+        return self._stats
+
+    @property
+    def last_stats(self) -> EngineStats:
+        """The newest statistics that were received, also of an engine that is gone."""
         return self._stats
 
     def digests(self, blocks: list[int], timeout: float = 30.0) -> list[str]:
@@ -151,13 +165,17 @@ class EngineProcess:
         """Take one message. False when none came in time."""
         if self._pipe is None:
             raise EngineDeadError(f"engine {self.config.name}: not started, or shut down")
+        if self._dead is not None:
+            raise self._dead
         try:
             if not self._pipe.poll(max(0.0, timeout)):
                 return False
             kind, value = self._pipe.recv()
         except (EOFError, ConnectionResetError):
-            raise EngineDeadError(f"engine {self.config.name}: is gone without a word") from None
+            self._dead = EngineDeadError(f"engine {self.config.name}: is gone without a word")
+            raise self._dead from None
         if kind == "error":
+            self._dead = value
             raise value
         if kind == "refused":
             raise ConfigError(value)
@@ -197,8 +215,12 @@ def _engine_main(config: EngineConfig, pipe: Connection) -> None:
     core: EngineCore | None = None
     try:
         core = EngineCore(config)
-        pipe.send(("ready", core.executor.pids()))
-        _loop(core, pipe)
+        with _told_to_end(core) as wake:
+            pipe.send(("ready", core.executor.pids()))
+            words = _loop(core, pipe, wake)
+        if words:
+            core.close()  # who hears them may rely on it that nothing of this engine can be read any more
+            _last_words(pipe, "error", EngineDeadError(f"engine {config.name}: {words}"))
     except (EOFError, BrokenPipeError, ConnectionResetError):
         pass  # the driver is gone
     except ConfigError as err:  # as its problems: an exception is pickled as its text
@@ -219,26 +241,44 @@ def _last_words(pipe: Connection, kind: str, what: object) -> None:
         pipe.send((kind, what))
 
 
-def _loop(core: EngineCore, pipe: Connection) -> None:
+@contextlib.contextmanager
+def _told_to_end(core: EngineCore) -> Iterator[int]:
+    """SIGTERM drains ``core``; gives a file that becomes readable then, so that an idle engine wakes."""
+    readable, writable = os.pipe()
+    os.set_blocking(writable, False)
+    before = signal.signal(signal.SIGTERM, lambda signum, frame: None)
+    signal.set_wakeup_fd(writable)
+    try:
+        yield readable
+    finally:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGTERM, before)
+        os.close(readable)
+        os.close(writable)
+
+
+def _loop(core: EngineCore, pipe: Connection, wake: int) -> str:
+    """Until the driver says stop, or a drain is over. Returns what came of the drain."""
     next_stats = 0.0
-    pause = 0.0
+    pause: float | None = 0.0
     while True:
-        idle = not core.has_work()
-        if idle:
+        if core.drained():
+            why, events = core.end()
+            pipe.send(("events", events))
             pipe.send(("stats", core.stats()))
-        while pipe.poll(None if idle else pause):
-            idle, pause = False, 0.0
-            order, value = pipe.recv()
-            if order == "stop":
-                return
-            if order == "submit":
-                core.add(value)
-            elif order == "abort":
-                core.abort(value)
-            elif order == "stats":
-                pipe.send(("asked", (value, core.stats())))
-            elif order == "digests":
-                pipe.send(("digests", core.executor.digests(value)))
+            return why
+        if not core.has_work():
+            pause = None
+            pipe.send(("stats", core.stats()))
+        while ready := wait([pipe, wake], pause):
+            pause = 0.0
+            if wake in ready and signal.SIGTERM in os.read(wake, 64):
+                core.drain()
+            if pipe in ready:
+                order, value = pipe.recv()
+                if order == "stop":
+                    return ""
+                _obey(core, pipe, order, value)
         if not core.has_work():
             continue
         computed, events = core.step()
@@ -249,3 +289,14 @@ def _loop(core: EngineCore, pipe: Connection) -> None:
             next_stats = now + _STATS_EVERY
             pipe.send(("stats", core.stats()))
         pause = 0.0 if computed else _EMPTY_STEP_PAUSE
+
+
+def _obey(core: EngineCore, pipe: Connection, order: str, value: Any) -> None:
+    if order == "submit":
+        core.add(value)
+    elif order == "abort":
+        core.abort(value)
+    elif order == "stats":
+        pipe.send(("asked", (value, core.stats())))
+    elif order == "digests":
+        pipe.send(("digests", core.executor.digests(value)))

@@ -15,8 +15,9 @@ import msgspec
 from kvconn.base import GroupView, KVCacheView
 from kvconn.config import LIMITS, KVTransferConfig, ModelView, ParallelConfig, parse_kv_transfer_config
 from kvconn.errors import ConfigError
+from kvconn.geometry import Share, Side, is_replicated, place_of
 
-__all__ = ["EngineConfig", "ModelSpec", "check", "kv_cache_view", "layer_names", "model_view"]
+__all__ = ["EngineConfig", "ModelSpec", "check", "kv_cache_view", "layer_names", "model_view", "share_of_rank"]
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,7 +62,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine. ``num_blocks`` of ``block_size`` tokens; ``env`` is set in the engine's processes only.
+    """One engine. On each rank ``num_blocks`` of ``block_size`` tokens; ``env`` is set in the engine's processes only.
 
     ``stall_after``: seconds a release or a receive may be pending before the engine names it.
     """
@@ -81,8 +82,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     #: seconds one worker may take for one step, and to start
     step_timeout: float = LIMITS.step
     start_timeout: float = LIMITS.start
+    #: seconds an engine that got SIGTERM waits for what runs on it and for readers of what it holds
+    drain: float = LIMITS.drain
     #: the file the ranks meet at; the executor names it
     store: str = ""
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens that one block id stands for: ``block_size`` on each of the ranks that share it."""
+        return self.block_size * self.parallel.dcp
 
 
 def check(config: EngineConfig) -> KVTransferConfig | None:
@@ -94,30 +102,62 @@ def check(config: EngineConfig) -> KVTransferConfig | None:
             ("block_size", config.block_size, 1),
             ("max_num_batched_tokens", config.max_num_batched_tokens, 1),
             ("max_num_seqs", config.max_num_seqs, 1),
+            ("parallel.tp", config.parallel.tp, 1),
+            ("parallel.pp", config.parallel.pp, 1),
             ("parallel.pcp", config.parallel.pcp, 1),
+            ("parallel.dcp", config.parallel.dcp, 1),
+            ("parallel.dcp_interleave", config.parallel.dcp_interleave, 1),
         )
         if value < low
     ]
     parallel = config.parallel
-    problems += [
-        f"parallel.{name}: the reference engine runs at {name} 1 today, got {size}"
-        for name, size in (("tp", parallel.tp), ("pp", parallel.pp), ("dcp", parallel.dcp))
-        if size != 1
-    ]
-    model = config.model
-    if model.kv == "gqa" and (model.n_kv_heads < 1 or model.n_heads % model.n_kv_heads):
-        problems.append(f"model.n_kv_heads: expected a divisor of n_heads {model.n_heads}, got {model.n_kv_heads}")
+    if min(parallel.tp, parallel.pp, parallel.pcp, parallel.dcp, parallel.dcp_interleave) >= 1:
+        problems += _sizes(config)
     transfer: KVTransferConfig | None = None
     if config.kv_transfer_config is not None:
         try:
             transfer = parse_kv_transfer_config(config.kv_transfer_config)
         except ConfigError as err:
             problems += err.problems
-    if transfer is not None and parallel.pcp > 1:
+    if transfer is not None and is_replicated(parallel):
         problems += _consumers(config.kv_transfer_config or {}, parallel.pcp)
     if problems:
         raise ConfigError([f"engine {config.name}: {problem}" for problem in problems])
     return transfer
+
+
+def _sizes(config: EngineConfig) -> list[str]:
+    """What of the model can't be divided as ``config.parallel`` asks."""
+    model, parallel = config.model, config.parallel
+    problems = []
+    if model.kv == "gqa" and (model.n_kv_heads < 1 or model.n_heads % model.n_kv_heads):
+        problems.append(f"model.n_kv_heads: expected a divisor of n_heads {model.n_heads}, got {model.n_kv_heads}")
+    elif model.n_heads % parallel.tp or (model.cache_heads % parallel.tp and parallel.tp % model.cache_heads):
+        heads = f"{model.n_heads} query heads" + (f" and {model.n_kv_heads} KV heads" if model.kv == "gqa" else "")
+        problems.append(f"parallel.tp: expected a size that {heads} can be divided by, got {parallel.tp}")
+    elif model.d_ff % parallel.tp:
+        problems.append(f"parallel.tp: expected a divisor of d_ff {model.d_ff}, got {parallel.tp}")
+    if parallel.pp > model.n_layers:
+        problems.append(f"parallel.pp: expected at most one stage per layer, {model.n_layers}, got {parallel.pp}")
+    return problems + _shards(config)
+
+
+def _shards(config: EngineConfig) -> list[str]:
+    parallel = config.parallel
+    if parallel.dcp == 1:
+        return []
+    problems = []
+    if config.model.kv != "latent":
+        problems.append(f"parallel.dcp: only a latent cache is shared by tokens, got {parallel.dcp} with kv 'gqa'")
+    if parallel.pcp == 1 and parallel.tp % parallel.dcp:
+        problems.append(f"parallel.dcp: expected a divisor of tp {parallel.tp}, got {parallel.dcp}")
+    if parallel.pcp > 1 and (parallel.tp, parallel.dcp) != (1, parallel.pcp):
+        got = f"dcp {parallel.dcp} with tp {parallel.tp}"
+        problems.append(f"parallel.dcp: with pcp {parallel.pcp} expected tp 1 and dcp 1 or {parallel.pcp}, got {got}")
+    if config.block_size % parallel.dcp_interleave:
+        run, size = parallel.dcp_interleave, config.block_size
+        problems.append(f"parallel.dcp_interleave: expected a divisor of block_size {size}, got {run}")
+    return problems
 
 
 def _consumers(transfer: Mapping[str, Any], pcp: int, path: str = "kv_transfer_config") -> list[str]:
@@ -134,6 +174,12 @@ def _consumers(transfer: Mapping[str, Any], pcp: int, path: str = "kv_transfer_c
     return problems
 
 
+def share_of_rank(model: ModelSpec, parallel: ParallelConfig, rank: int) -> Share | None:
+    """What ``rank`` keeps of every layer of its stage; None where sizes don't divide."""
+    side = Side.of(parallel, model.cache_heads)
+    return Share.of(side, place_of(parallel, rank).tp)
+
+
 def layer_names(model: ModelSpec) -> tuple[str, ...]:
     """Cache tensors, one per layer."""
     return tuple(f"layers.{index}.kv" for index in range(model.n_layers))
@@ -141,9 +187,12 @@ def layer_names(model: ModelSpec) -> tuple[str, ...]:
 
 def kv_cache_view(config: EngineConfig) -> KVCacheView:
     """The pool, as connectors are told it."""
-    groups = (GroupView("full", layer_names(config.model)),)
-    block_bytes = config.block_size * config.model.row * 8 * config.model.n_layers  # float64
-    return KVCacheView(config.num_blocks, config.block_size, groups, block_bytes)
+    model, parallel = config.model, config.parallel
+    groups = (GroupView("full", layer_names(model)),)
+    heads = max(1, model.cache_heads // parallel.tp)
+    layers = -(-model.n_layers // parallel.pp)
+    block_bytes = config.block_size * heads * model.channels * 8 * layers  # float64
+    return KVCacheView(config.num_blocks, config.block_tokens, groups, block_bytes)
 
 
 def model_view(config: EngineConfig) -> ModelView:

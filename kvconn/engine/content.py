@@ -5,6 +5,7 @@ Rules
    position, layer or head gives other bytes.
 2. The next token is a hash of every byte of the request's context as it lies in the cache, each weighted by its place:
    a wrong, stale or torn block changes it. Text alone can't show that, because a model forgives.
+3. Places are global (layer, token, head), so every topology gives the same tokens and D's bytes must be P's.
 Arithmetic is modulo 2**64; rows are stored bit for bit in the float64 cache.
 """
 
@@ -19,7 +20,10 @@ import torch
 
 from kvconn.engine.config import EngineConfig
 from kvconn.engine.model import LayerHook, empty_caches
+from kvconn.engine.portion import Portion, held, holds, slots
+from kvconn.engine.ranks import Ranks
 from kvconn.engine.scheduler import Scheduled
+from kvconn.geometry import blocks_for
 
 __all__ = ["ContentAddressed", "prefix_hashes"]
 
@@ -46,16 +50,20 @@ def prefix_hashes(tokens: Sequence[int], before: int = _GOLDEN) -> list[int]:
 
 
 class ContentAddressed:
-    """One rank. Every rank computes every row, so there is nothing to gather."""
+    """One rank. It writes its own rows without asking anybody; what it reads is added to the others'."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, ranks: Ranks) -> None:
         self._spec = config.model
         self._size = config.block_size
+        self._ranks = ranks
+        self._portion = Portion.of(config.model, config.parallel, ranks.rank)
+        self._cells = [Portion.of(config.model, config.parallel, rank).cells for rank in ranks.members.holders]
         self.min_margin = math.inf
-        self.caches = empty_caches(config)
+        self.caches = empty_caches(config, self._portion)
         self._bytes: list[U64] = [cache.view(torch.int64).numpy().view(np.uint64) for cache in self.caches]
         self._columns = np.arange(1, self._spec.channels + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
-        self._heads = _mix(np.arange(self._spec.cache_heads, dtype=np.uint64))
+        kv = self._portion.kv
+        self._heads = _mix(np.arange(kv.first, kv.first + kv.count, dtype=np.uint64))
         #: request id -> hashes of all its token prefixes so far
         self._prefixes: dict[str, list[int]] = {}
 
@@ -63,14 +71,21 @@ class ContentAddressed:
         """Write the new rows, then read whole contexts."""
         for scheduled in batch:
             self._extend(scheduled)
-        for layer in range(self._spec.n_layers):
+        for layer in range(self._portion.n_layers):
             before(layer)
             for s in batch:
-                places = range(s.start, s.start + s.n)
-                blocks, rows = [s.blocks[p // self._size] for p in places], [p % self._size for p in places]
-                self._bytes[layer][blocks, :, rows] = self._rows(self._prefixes[s.id][s.start : s.start + s.n], layer)
+                self._write(s, layer)
             after(layer)
-        return {s.id: self._read(s) for s in batch if s.sample}
+        return self._sample([s for s in batch if s.sample])
+
+    def _write(self, s: Scheduled, layer: int) -> None:
+        tokens = self._portion.tokens
+        positions = torch.arange(s.start, s.start + s.n)
+        positions = positions[holds(tokens, positions)]
+        index, row = (part.numpy() for part in slots(tokens, positions, self._size))
+        blocks = np.array(s.blocks, dtype=np.int64)[index]
+        prefixes = [self._prefixes[s.id][position] for position in positions.tolist()]
+        self._bytes[layer][blocks, :, row] = self._rows(prefixes, layer)
 
     def forget(self, ids: Sequence[str]) -> None:
         """These requests ended."""
@@ -83,32 +98,56 @@ class ContentAddressed:
         self._prefixes[s.id] = known + prefix_hashes(fresh, known[-1] if known else _GOLDEN)
 
     def _rows(self, prefixes: Sequence[int], layer: int) -> U64:
-        """``[tokens, heads, channels]``."""
+        """``[tokens, heads, channels]``; ``layer`` is one of this rank's."""
+        layer += self._portion.first_layer
         seeds = np.array(prefixes, dtype=np.uint64) ^ np.uint64((layer + 1) * 0xA24BAED4963EE407 & _MASK)
         return _mix(_mix(seeds[:, None] + self._heads)[..., None] + self._columns)
 
-    def _context(self, s: Scheduled, layer: int, n_tokens: int) -> U64:
-        blocks = list(s.blocks[: -(-n_tokens // self._size)])
-        heads, channels = self._spec.cache_heads, self._spec.channels
-        context: U64 = self._bytes[layer][blocks].swapaxes(1, 2).reshape(-1, heads, channels)[:n_tokens]
+    def _context(self, s: Scheduled, layer: int, n_rows: int) -> U64:
+        blocks = list(s.blocks[: blocks_for(n_rows, self._size)])
+        shape = -1, self._portion.kv.count, self._spec.channels
+        context: U64 = self._bytes[layer][blocks].swapaxes(1, 2).reshape(shape)[:n_rows]
         return context
 
+    def _sample(self, batch: Sequence[Scheduled]) -> dict[str, int]:
+        """The same on all ranks that hold a part. Copies count once; a copy that differs changes the token as well."""
+        if not batch:
+            return {}
+        own = np.array([self._read(s) for s in batch], dtype=np.uint64)
+        parts = self._ranks.holders.gather(torch.from_numpy(own.view(np.int64)))
+        total: U64 = np.zeros(len(batch), dtype=np.uint64)
+        first: dict[tuple[int, int, int], U64] = {}
+        for cells, part in zip(self._cells, parts, strict=True):
+            told: U64 = part.numpy().view(np.uint64)
+            total += (told ^ first[cells]) * np.uint64(_GOLDEN) if cells in first else told
+            first.setdefault(cells, told)
+        tokens: U64 = _mix(total) % np.uint64(self._spec.vocab_size)
+        return {s.id: int(token) for s, token in zip(batch, tokens, strict=True)}
+
     def _read(self, s: Scheduled) -> int:
-        """A hash of every byte of the context, each by its place."""
-        n_tokens = s.start + s.n
+        """A hash of every byte of the context that is here, each by its place in all of it."""
+        portion, spec = self._portion, self._spec
+        positions: U64 = held(portion.tokens, s.start + s.n).numpy().astype(np.uint64)
+        heads = np.arange(portion.kv.first, portion.kv.first + portion.kv.count, dtype=np.uint64)
+        rows: U64 = positions[:, None] * np.uint64(spec.cache_heads) + heads
+        columns: U64 = np.arange(spec.channels, dtype=np.uint64)
+        places: U64 = rows[..., None] * np.uint64(spec.channels) + columns
         total = 0
-        for layer in range(self._spec.n_layers):
-            context = self._context(s, layer, n_tokens)
-            places = np.arange(layer << 32, (layer << 32) + context.size, dtype=np.uint64).reshape(context.shape)
-            total += int(_mix(context ^ _mix(places)).sum(dtype=np.uint64))
-        return int(_mix(np.array([total & _MASK], dtype=np.uint64))[0] % np.uint64(self._spec.vocab_size))
+        for layer in range(portion.n_layers):
+            context = self._context(s, layer, len(positions))
+            there: U64 = places + np.uint64(portion.first_layer + layer << 32)
+            total += int(_mix(context ^ _mix(there)).sum(dtype=np.uint64))
+        return total & _MASK
 
     def first_wrong(self, s: Scheduled, tokens: Sequence[int]) -> tuple[int, int, int] | None:
-        """(layer, block id, position) of the first row of ``s``'s context that is not what ``tokens`` say, or None."""
-        expected = prefix_hashes(tokens)
-        for layer in range(self._spec.n_layers):
-            bad = np.flatnonzero((self._context(s, layer, len(tokens)) != self._rows(expected, layer)).any(axis=(1, 2)))
+        """(layer, block id, position) of the first row here of ``s``'s context that is not what ``tokens`` say."""
+        positions = held(self._portion.tokens, len(tokens))
+        hashes = prefix_hashes(tokens)
+        expected = [hashes[position] for position in positions.tolist()]
+        for layer in range(self._portion.n_layers):
+            differs = self._context(s, layer, len(expected)) != self._rows(expected, layer)
+            bad = np.flatnonzero(differs.any(axis=(1, 2)))
             if bad.size:
-                position = int(bad[0])
-                return layer, s.blocks[position // self._size], position
+                row = int(bad[0])
+                return self._portion.first_layer + layer, s.blocks[row // self._size], int(positions[row])
         return None

@@ -5,6 +5,8 @@ Rules
 2. While only delayed releases or remote loads are pending the engine keeps stepping, a millisecond apart (C12).
 3. A release or receive that is pending longer than ``stall_after`` is named once in the log and stays in the stall
    table: which request, owed by which ranks of which child, since when (C7).
+4. An engine that was told to end refuses new requests and goes on until nothing runs and nothing is held, at most
+   ``config.drain`` seconds; then it ends what is left, naming it.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from collections.abc import Callable
 import msgspec
 
 from kvconn.aggregator import KVOutputAggregator, Owed
-from kvconn.base import ConnectorRole, Direction, KVConnector
+from kvconn.base import ConnectorRole, Direction, HandshakeMetadata, KVConnector
 from kvconn.config import fresh_engine_id
 from kvconn.engine.config import EngineConfig, check, kv_cache_view
 from kvconn.engine.executor import Executor
@@ -27,11 +29,14 @@ from kvconn.engine.worker import connector_config
 from kvconn.errors import ContractError
 from kvconn.explain import ExplainServer
 from kvconn.factory import get_connector_class
+from kvconn.geometry import place_of
 from kvconn.metrics import Stats
 
 __all__ = ["EngineCore", "EngineStats"]
 
 log = logging.getLogger("kvconn.engine")
+#: lines of what was left that go into an engine's last words
+MOST = 8
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,6 +73,7 @@ class EngineCore:
         self._steps = 0
         self._margin = math.inf
         self._named: set[tuple[Direction, str]] = set()
+        self._drain_from: float | None = None
         try:
             if transfer is not None:
                 cls = get_connector_class(transfer)
@@ -86,11 +92,17 @@ class EngineCore:
 
     def _shake_hands(self) -> None:
         """Workers' handshake metadata, by (pp, tp): replicated ranks publish none, so that nothing is overwritten."""
-        published = [(rank, m) for rank, m in enumerate(self.executor.handshakes()) if m is not None]
-        if len(published) > 1:
-            raise ContractError(f"ranks {[rank for rank, _ in published]} all publish themselves as (pp 0, tp 0)")
+        published: dict[tuple[int, int], HandshakeMetadata] = {}
+        parallel = self.config.parallel
+        for rank, metadata in enumerate(self.executor.handshakes()):
+            if metadata is None:
+                continue
+            place = place_of(parallel, rank)
+            if (place.pp, place.tp) in published:
+                raise ContractError(f"rank {rank} publishes itself as {place}, as another rank does")
+            published[place.pp, place.tp] = metadata
         if self.connector is not None and published:
-            self.connector.set_handshake_metadata({(0, 0): published[0][1]})
+            self.connector.set_handshake_metadata(published)
 
     def _expect(self, direction: Direction, id: str, now: float) -> None:
         self.aggregator.expect(direction, id, now)
@@ -103,6 +115,42 @@ class EngineCore:
 
     def has_work(self) -> bool:
         return self.scheduler.has_work()
+
+    # -- ending --------------------------------------------------------------------------------------------------
+
+    def drain(self) -> None:
+        """Told to end (rule 4). Idempotent."""
+        if self._drain_from is not None:
+            return
+        self._drain_from = self._clock()
+        self.scheduler.drain()
+        limit = self.config.drain
+        log.warning(
+            "engine %s was told to end and takes nothing new; %g s for %r", self.config.name, limit, self.scheduler
+        )
+
+    def drained(self) -> bool:
+        """It was told to end, and nothing is left to wait for, or no time."""
+        if self._drain_from is None:
+            return False
+        return not self.has_work() or self._clock() >= self._drain_from + self.config.drain
+
+    def end(self) -> tuple[str, list[FirstToken | Finished]]:
+        """End what is left, at the drain's end. Returns what came of the drain, and what the driver is told."""
+        age = self._clock() - (self._drain_from or 0.0)
+        if not self.has_work():
+            return f"told to end, nothing was left after {age:.1f} s", []
+        lines = self._explain(self._clock())
+        for id in list(self.scheduler.requests):
+            self.abort(id)
+        _, events = self.step()
+        for line in lines:
+            log.error("engine %s ends without waiting any longer: %s", self.config.name, line)
+        left = f"{len(self.scheduler.requests)} requests still hold blocks"
+        return (
+            f"told to end, not over after {age:.1f} s: {left}; {'; '.join(lines[:MOST]) or 'nobody owes a word'}",
+            events,
+        )
 
     def step(self) -> tuple[bool, list[FirstToken | Finished]]:
         """One step. Returns whether tokens were computed, and what the driver is told."""

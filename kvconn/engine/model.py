@@ -1,13 +1,18 @@
 """A small decoder-only transformer with paged KV, latent or grouped-query, in float64, weights from a seed.
 
 Rules
-1. Every process with the same :class:`~kvconn.engine.config.ModelSpec` has the same weights.
+1. Every process with the same :class:`~kvconn.engine.config.ModelSpec` draws the same weights and keeps its part of
+   them (:mod:`kvconn.engine.portion`).
 2. Greedy. The smallest difference between the two best logits is kept: above ``margin_floor`` equal tokens mean equal
    KV up to rounding, whatever the topology.
-3. A layer's cache is one tensor ``[num_blocks, kv heads, block_size, channels]`` (:mod:`kvconn.engine.attention`).
-4. Under replicated PCP each rank computes its part of the prefill tokens, the rows are gathered, and every rank's cache
-   ends up with the same bytes. So decode tokens are computed apart from prefill tokens, of which ranks have different
-   numbers: a matrix product's rounding depends on its shape.
+3. A layer's cache is one tensor ``[num_blocks, kv heads, block_size, channels]`` (:mod:`kvconn.engine.attention`) of
+   this rank's layers, KV heads and tokens.
+4. TP ranks add what their heads, and their columns of the feed-forward, contribute. A stage passes its hidden states on
+   to the same ranks of the next one; the last stage samples.
+5. Under PCP each rank computes its part of the prefill tokens and the new rows are gathered. So decode tokens are
+   computed apart from prefill tokens, of which ranks have different numbers: a matrix product's rounding depends on its
+   shape. Replicas' caches end up with the same bytes.
+6. Under DCP each rank attends with the queries of its whole group to the tokens it keeps, and the answers are merged.
 """
 
 from __future__ import annotations
@@ -15,43 +20,31 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
-from kvconn.engine.attention import make_attention, norm
+from kvconn.engine.attention import Context, attend, make_attention, merge, norm, piece
 from kvconn.engine.config import EngineConfig
+from kvconn.engine.portion import Portion, held, holds, slots, split
+from kvconn.engine.ranks import Ranks, gather_rows
 from kvconn.engine.scheduler import Scheduled
+from kvconn.geometry import blocks_for
 
-__all__ = ["Model", "Ranks", "Transformer", "empty_caches", "split"]
+__all__ = ["Model", "Transformer", "empty_caches", "make_model"]
 
 LayerHook = Callable[[int], None]
+Weights = dict[str, torch.Tensor]
 _PAGE = 4096
 
 
-class Ranks(Protocol):
-    """The collectives one worker takes part in."""
-
-    rank: int
-    world: int
-
-    def gather_rows(self, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor: ...
-
-    def total(self, values: torch.Tensor) -> torch.Tensor: ...
-
-
 class Model(Protocol):
-    """What a worker runs."""
+    """What a worker runs. Layer hooks are told a layer's number among this rank's own."""
 
     caches: list[torch.Tensor]
     min_margin: float
 
     def forward(self, batch: Sequence[Scheduled], before: LayerHook, after: LayerHook) -> dict[str, int]: ...
-
-
-def split(n: int, parts: int) -> list[int]:
-    """Sizes of ``parts`` contiguous, near-equal pieces of ``n``."""
-    return [n // parts + (index < n % parts) for index in range(parts)]
 
 
 def page_aligned(*shape: int) -> torch.Tensor:
@@ -62,15 +55,14 @@ def page_aligned(*shape: int) -> torch.Tensor:
     return raw[start : start + length].view(torch.float64).view(shape)
 
 
-def empty_caches(config: EngineConfig) -> list[torch.Tensor]:
-    """One rank's pool, a tensor per layer."""
-    model = config.model
-    shape = config.num_blocks, model.cache_heads, config.block_size, model.channels
-    return [page_aligned(*shape) for _ in range(model.n_layers)]
+def empty_caches(config: EngineConfig, portion: Portion) -> list[torch.Tensor]:
+    """One rank's pool, a tensor per layer of its."""
+    shape = config.num_blocks, portion.kv.count, config.block_size, config.model.channels
+    return [page_aligned(*shape) for _ in range(portion.n_layers)]
 
 
 class _Part:
-    """Tokens of one request that this rank computes: positions, and their rows in the flat batch."""
+    """Tokens of one request that are computed: positions, and their rows in the flat batch."""
 
     def __init__(self, scheduled: Scheduled, first: int, n: int) -> None:
         offset = first - scheduled.token_start
@@ -85,13 +77,30 @@ class _Part:
         return s.sample and self.first + self.n == s.start + s.n
 
 
+class _Slots(NamedTuple):
+    """Which of a lane's rows are kept here, and where: block, and row in it."""
+
+    kept: torch.Tensor
+    blocks: torch.Tensor
+    rows: torch.Tensor
+
+
 @dataclass
 class _Lane:
-    """Tokens that are multiplied together: their positions, and their hidden states so far."""
+    """Tokens that are multiplied together. ``whole`` are those of all PCP ranks, ``parts`` this rank's, ``counts`` how
+    many each PCP rank has; None when each has all. ``x`` are the hidden states of ``parts`` so far."""
 
+    whole: list[_Part]
     parts: list[_Part]
-    positions: torch.Tensor
+    counts: list[int] | None
+    here: slice
+    all_positions: torch.Tensor
     x: torch.Tensor
+    slots: _Slots
+
+    @property
+    def positions(self) -> torch.Tensor:
+        return self.all_positions[self.here]
 
 
 class Transformer:
@@ -101,96 +110,148 @@ class Transformer:
         self._spec = config.model
         self._size = config.block_size
         self._ranks = ranks
+        self._portion = Portion.of(config.model, config.parallel, ranks.rank)
         self.min_margin = math.inf
-        self.caches = empty_caches(config)
-        self._attention = make_attention(config.model)
+        self.caches = empty_caches(config, self._portion)
+        self._attention = make_attention(config.model, self._portion)
         self._init_weights()
 
     def _init_weights(self) -> None:
-        spec = self._spec
+        spec, portion, tp = self._spec, self._portion, self._ranks.tp
         generator = torch.Generator().manual_seed(spec.seed)
 
         def draw(*shape: int) -> torch.Tensor:
             fan_in = shape[-2] if len(shape) > 1 else shape[-1]
             return torch.randn(*shape, generator=generator, dtype=torch.float64) / math.sqrt(fan_in)
 
+        def layer() -> Weights:
+            attention = self._attention.part(self._attention.draw(draw))
+            wide, narrow = draw(spec.d_model, spec.d_ff), draw(spec.d_ff, spec.d_model)
+            mine = slice(tp.rank, tp.rank + 1)
+            return attention | {"ff_in": piece(wide, 1, tp.size, mine), "ff_out": piece(narrow, 0, tp.size, mine)}
+
         self._embed = torch.randn(spec.vocab_size, spec.d_model, generator=generator, dtype=torch.float64)
-        self._layers = [
-            self._attention.draw(draw)
-            | {"ff_in": draw(spec.d_model, spec.d_ff), "ff_out": draw(spec.d_ff, spec.d_model)}
-            for _ in range(spec.n_layers)
-        ]
+        layers = [layer() for _ in range(spec.n_layers)]
+        self._layers = layers[portion.first_layer : portion.first_layer + portion.n_layers]
         self._head = draw(spec.d_model, spec.vocab_size) * 4.0
 
     @torch.inference_mode()
     def forward(self, batch: Sequence[Scheduled], before: LayerHook, after: LayerHook) -> dict[str, int]:
-        """Compute the batch; the next token of every request that samples, the same on every rank."""
-        prefill = [s for s in batch if not s.decode]
-        decode = [s for s in batch if s.decode]
-        counts = split(sum(s.n for s in prefill), self._ranks.world)
-        parts = _cut(prefill, sum(counts[: self._ranks.rank]), counts[self._ranks.rank])
-        lanes = [self._lane(parts), self._lane([_Part(s, s.start, s.n) for s in decode])]
-        slots = self._slots(prefill), self._slots(decode)
+        """Compute the batch; on the last stage the next token of every request that samples, on the others nothing."""
+        lanes = self._prefill([s for s in batch if not s.decode]), self._decode([s for s in batch if s.decode])
+        if not self._portion.first_stage:
+            self._receive(lanes)
         for index, weights in enumerate(self._layers):
             before(index)
-            normed = [norm(lane.x) for lane in lanes]
-            rows = [self._attention.rows(n, weights, lane.positions) for n, lane in zip(normed, lanes, strict=True)]
-            self._store(index, slots[0], self._ranks.gather_rows(rows[0], counts))
-            self._store(index, slots[1], rows[1])
-            for n, lane in zip(normed, lanes, strict=True):
-                if lane.parts:
-                    x = lane.x + self._attention.attend(n, weights, lane.positions, self._contexts(index, lane.parts))
-                    lane.x = x + torch.nn.functional.silu(norm(x) @ weights["ff_in"]) @ weights["ff_out"]
+            for lane in lanes:
+                if lane.whole:
+                    lane.x = self._layer(index, weights, lane)
             after(index)
-        return self._sample(batch, lanes[0].parts + lanes[1].parts, torch.cat([lane.x for lane in lanes]))
+        if self._portion.last_stage:
+            return self._sample(batch, lanes)
+        self._ranks.stages.send(torch.cat([lane.x for lane in lanes]), self._ranks.stages.rank + 1)
+        return {}
 
-    def _lane(self, parts: list[_Part]) -> _Lane:
-        positions = [p for part in parts for p in range(part.first, part.first + part.n)]
-        tokens = [t for part in parts for t in part.tokens]
-        return _Lane(
-            parts, torch.tensor(positions, dtype=torch.long), self._embed[torch.tensor(tokens, dtype=torch.long)]
-        )
+    def _receive(self, lanes: tuple[_Lane, _Lane]) -> None:
+        prefill, decode = lanes
+        x = torch.cat([prefill.x, decode.x])
+        x = self._ranks.stages.receive(x, self._ranks.stages.rank - 1)
+        prefill.x, decode.x = x[: len(prefill.x)], x[len(prefill.x) :]
 
-    def _slots(self, scheduled: Sequence[Scheduled]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where these requests' new tokens are cached: block, and row in it."""
-        positions = [(s.blocks, p) for s in scheduled for p in range(s.start, s.start + s.n)]
-        blocks = [blocks[position // self._size] for blocks, position in positions]
-        rows = [position % self._size for _, position in positions]
-        return torch.tensor(blocks, dtype=torch.long), torch.tensor(rows, dtype=torch.long)
+    # -- what is computed together -------------------------------------------------------------------------------
 
-    def _store(self, layer: int, slots: tuple[torch.Tensor, torch.Tensor], rows: torch.Tensor) -> None:
-        if len(rows):
-            self.caches[layer][slots[0], :, slots[1]] = rows
+    def _prefill(self, batch: Sequence[Scheduled]) -> _Lane:
+        pcp = self._ranks.pcp
+        counts = split(sum(s.n for s in batch), pcp.size)
+        skip = sum(counts[: pcp.rank])
+        parts = _cut(batch, skip, counts[pcp.rank])
+        return self._lane(batch, parts, counts, slice(skip, skip + counts[pcp.rank]))
 
-    def _contexts(self, layer: int, parts: Sequence[_Part]) -> Iterator[tuple[int, torch.Tensor]]:
+    def _decode(self, batch: Sequence[Scheduled]) -> _Lane:
+        return self._lane(batch, _whole(batch), None, slice(None))
+
+    def _lane(self, batch: Sequence[Scheduled], parts: list[_Part], counts: list[int] | None, here: slice) -> _Lane:
+        positions = [p for s in batch for p in range(s.start, s.start + s.n)]
+        tokens = torch.tensor([t for part in parts for t in part.tokens], dtype=torch.long)
+        everywhere = torch.tensor(positions, dtype=torch.long)
+        return _Lane(_whole(batch), parts, counts, here, everywhere, self._embed[tokens], self._slots(batch))
+
+    def _slots(self, batch: Sequence[Scheduled]) -> _Slots:
+        none = torch.empty(0, dtype=torch.long)
+        kept, blocks, rows = [none], [none], [none]
+        tokens, cursor = self._portion.tokens, 0
+        for s in batch:
+            positions = torch.arange(s.start, s.start + s.n)
+            here = holds(tokens, positions).nonzero().flatten()
+            index, row = slots(tokens, positions[here], self._size)
+            kept.append(here + cursor)
+            blocks.append(torch.tensor(s.blocks, dtype=torch.long)[index])
+            rows.append(row)
+            cursor += s.n
+        return _Slots(torch.cat(kept), torch.cat(blocks), torch.cat(rows))
+
+    # -- a layer -------------------------------------------------------------------------------------------------
+
+    def _layer(self, index: int, weights: Weights, lane: _Lane) -> torch.Tensor:
+        tp, attention = self._ranks.tp, self._attention
+        normed = norm(lane.x)
+        rows = self._all(lane, attention.rows(normed, weights, lane.positions))
+        self.caches[index][lane.slots.blocks, :, lane.slots.rows] = rows[lane.slots.kept]
+        if not lane.parts and self._ranks.shards.size == 1:
+            return lane.x
+        queries = attention.queries(normed, weights, lane.positions)
+        x = lane.x + tp.total(attention.output(self._attend(index, lane, queries), weights))
+        return x + tp.total(torch.nn.functional.silu(norm(x) @ weights["ff_in"]) @ weights["ff_out"])
+
+    def _all(self, lane: _Lane, rows: torch.Tensor) -> torch.Tensor:
+        """Rows of all PCP ranks' tokens."""
+        return rows if lane.counts is None else gather_rows(self._ranks.pcp, rows, lane.counts)
+
+    def _attend(self, index: int, lane: _Lane, queries: torch.Tensor) -> torch.Tensor:
+        shards = self._ranks.shards
+        if shards.size == 1:
+            return attend(self._attention, queries, lane.positions, self._contexts(index, lane.parts))[0]
+        over_heads = self._ranks.pcp.size == 1  # the group shares heads; else it shares prefill tokens
+        queries = torch.cat(shards.gather(queries), dim=2) if over_heads else self._all(lane, queries)
+        answers, weights = attend(self._attention, queries, lane.all_positions, self._contexts(index, lane.whole))
+        merged = merge(shards.gather(answers), shards.gather(weights))
+        return merged.chunk(shards.size, dim=2)[shards.rank] if over_heads else merged[lane.here]
+
+    def _contexts(self, layer: int, parts: Sequence[_Part]) -> Iterator[Context]:
         for part in parts:
-            n_tokens = part.first + part.n
-            blocks = list(part.scheduled.blocks[: -(-n_tokens // self._size)])
-            yield part.n, self.caches[layer][blocks].transpose(1, 2).flatten(0, 1)[:n_tokens]
+            here = held(self._portion.tokens, part.first + part.n)
+            blocks = list(part.scheduled.blocks[: blocks_for(len(here), self._size)])
+            yield part.n, self.caches[layer][blocks].transpose(1, 2).flatten(0, 1)[: len(here)], here
 
-    def _sample(self, batch: Sequence[Scheduled], mine: Sequence[_Part], x: torch.Tensor) -> dict[str, int]:
-        """Greedy tokens. A prefill's last hidden state is on one rank; the others add zeros, which is exact."""
+    def _sample(self, batch: Sequence[Scheduled], lanes: tuple[_Lane, _Lane]) -> dict[str, int]:
+        """Greedy tokens. A prefill's last hidden state is on one PCP rank; the others add zeros, which is exact."""
         sampling = [s for s in batch if s.sample]
         if not sampling:
             return {}
         hidden = torch.zeros(len(sampling), self._spec.d_model, dtype=torch.float64)
         where = {s.id: index for index, s in enumerate(sampling)}
-        cursor = 0
-        for part in mine:
-            cursor += part.n
-            if part.samples and not part.scheduled.decode:
-                hidden[where[part.scheduled.id]] = x[cursor - 1]
+        prefill, decode = lanes
+        _last_states(prefill, where, hidden)
         if any(not s.decode for s in sampling):
-            hidden = self._ranks.total(hidden)
-        cursor = 0
-        for part in mine:
-            cursor += part.n
-            if part.samples and part.scheduled.decode:
-                hidden[where[part.scheduled.id]] = x[cursor - 1]
+            hidden = self._ranks.pcp.total(hidden)
+        _last_states(decode, where, hidden)
         logits = norm(hidden) @ self._head
         best = logits.topk(2, dim=-1)
         self.min_margin = min(self.min_margin, float((best.values[:, 0] - best.values[:, 1]).min()))
         return {s.id: int(best.indices[index, 0]) for index, s in enumerate(sampling)}
+
+
+def _last_states(lane: _Lane, where: dict[str, int], hidden: torch.Tensor) -> None:
+    """Put the last hidden state of each request that samples into its row of ``hidden``."""
+    cursor = 0
+    for part in lane.parts:
+        cursor += part.n
+        if part.samples:
+            hidden[where[part.scheduled.id]] = lane.x[cursor - 1]
+
+
+def _whole(batch: Sequence[Scheduled]) -> list[_Part]:
+    return [_Part(s, s.start, s.n) for s in batch]
 
 
 def _cut(prefill: Sequence[Scheduled], skip: int, n: int) -> list[_Part]:
@@ -210,4 +271,4 @@ def make_model(config: EngineConfig, ranks: Ranks) -> Model:
         return Transformer(config, ranks)
     from kvconn.engine.content import ContentAddressed
 
-    return ContentAddressed(config)
+    return ContentAddressed(config, ranks)

@@ -32,6 +32,7 @@ __all__ = [
     "Failure",
     "Leak",
     "Mismatch",
+    "Offloaded",
     "Progress",
     "ReplayReport",
     "Replayed",
@@ -144,6 +145,22 @@ class Replayed(msgspec.Struct, frozen=True):
     wall: float
 
 
+class Offloaded(msgspec.Struct, frozen=True):
+    """What offloading did on one engine. Blocks are the engine's; bytes are summed over its ranks.
+
+    ``asked``: blocks of prompts that the engine did not have itself; ``hits_*``: those of them that a tier brought, so
+    that ``tokens_loaded`` tokens were neither computed nor read from elsewhere.
+    """
+
+    asked: int
+    hits_host: int
+    hits_files: int
+    tokens_loaded: int
+    bytes_stored: int
+    bytes_loaded: int
+    stores_skipped: int
+
+
 class ReplayReport(msgspec.Struct, frozen=True):
     """The table of a replay. ``compared`` requests were held against the monolithic run.
 
@@ -170,6 +187,7 @@ class ReplayReport(msgspec.Struct, frozen=True):
     handoff_p95_ms: float
     blocks_stored: int
     blocks_deduplicated: int
+    offload: dict[Side, Offloaded]
     duplicates_absorbed: int
     leases_expired: int
     failed_loads: int
@@ -470,6 +488,7 @@ def make_report(replayed: Replayed, expected: Mapping[str, Tokens] | None, margi
         handoff_p95_ms=percentile(handoffs, 0.95) * 1e3,
         blocks_stored=int(counter(last.prefill, "offload_blocks_stored")),
         blocks_deduplicated=int(counter(last.prefill, "offload_blocks_deduplicated")),
+        offload={side: _offloaded(stats) for side, stats in _sides(last)},
         duplicates_absorbed=_both(last, "duplicates_absorbed"),
         leases_expired=int(counter(last.prefill, "nixl_num_kv_expired_reqs")),
         failed_loads=int(counter(last.decode, "nixl_num_failed_transfers")),
@@ -480,6 +499,18 @@ def make_report(replayed: Replayed, expected: Mapping[str, Tokens] | None, margi
         min_margin=min(last.prefill.min_margin, last.decode.min_margin),
         margin_floor=margin_floor,
         wall_s=replayed.wall,
+    )
+
+
+def _offloaded(stats: EngineStats) -> Offloaded:
+    return Offloaded(
+        asked=int(counter(stats, "offload_blocks_asked")),
+        hits_host=int(counter(stats, "offload_hit_blocks_host")),
+        hits_files=int(counter(stats, "offload_hit_blocks_secondary")),
+        tokens_loaded=int(counter(stats, "offload_tokens_loaded")),
+        bytes_stored=int(counter(stats, "kv_offload_store_bytes")),
+        bytes_loaded=int(counter(stats, "kv_offload_load_bytes")),
+        stores_skipped=int(counter(stats, "kv_offload_stores_skipped")),
     )
 
 

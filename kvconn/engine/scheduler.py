@@ -83,6 +83,7 @@ class Scheduler:
         self._finished: list[str] = []
         self._preempted: list[str] = []
         self._loads_first = False
+        self._draining = False
         self._events: list[FirstToken | Finished] = []
         self._seq = 0
         self.prefill_tokens = 0
@@ -98,8 +99,12 @@ class Scheduler:
         if submitted.id in self.requests:
             self._refuse(submitted, f"id {submitted.id} is in use", now)
             return
-        request = Request(submitted, self._config.block_size)
-        longest = self._config.num_blocks * self._config.block_size
+        request = Request(submitted, self._config.block_tokens)
+        if self._draining:
+            self._refuse(submitted, "the engine was told to end; ask another one", now)
+            self._never_admitted(request)
+            return
+        longest = self._config.num_blocks * self._config.block_tokens
         if request.n_prompt < 1 or request.max_tokens < 1 or request.n_prompt + request.max_tokens - 1 > longest:
             why = f"{request.n_prompt} prompt and {request.max_tokens} new tokens: expected 1.. and at most {longest}"
             self._refuse(submitted, why, now)
@@ -127,6 +132,12 @@ class Scheduler:
         request = self.requests.get(id)
         if request is not None and request.status is not Status.FINISHED:
             self._finish(request, FinishReason.ABORT, now)
+
+    def drain(self) -> None:
+        """Refuse new requests from now on; those that are here go on."""
+        self._draining = True
+        if self._connector is not None:
+            self._connector.drain()
 
     def has_work(self) -> bool:
         pending = self._connector is not None and self._connector.has_pending_push_work()
@@ -201,7 +212,7 @@ class Scheduler:
 
     def _admit(self, request: Request, now: float) -> bool | None:
         """Prefix hits and external tokens. None: not yet; False: no room; True: blocks for what is there are taken."""
-        size = self._config.block_size
+        size = self._config.block_tokens
         hits = self.pool.find(request.hashes()[: (request.n_total - 1) // size])
         external, asynchronous = self._match(request, len(hits) * size)
         if external is None:
@@ -230,7 +241,7 @@ class Scheduler:
 
     def _admission_stands(self, request: Request) -> None:
         """Only now, with all its blocks, an admission is counted, and its connector told, once."""
-        self.prefix_hit_tokens += request.n_cached * self._config.block_size
+        self.prefix_hit_tokens += request.n_cached * self._config.block_tokens
         self.external_tokens += request.n_external
         self._tell_allocated(request, request.n_external)
 
@@ -261,7 +272,7 @@ class Scheduler:
 
     def _grow(self, request: Request, n_tokens: int) -> list[int] | None:
         """Blocks for ``n_tokens`` tokens; the new ones, or None when there are too few."""
-        new = self.pool.allocate(max(0, blocks_for(n_tokens, self._config.block_size) - len(request.blocks)))
+        new = self.pool.allocate(max(0, blocks_for(n_tokens, self._config.block_tokens) - len(request.blocks)))
         if new is not None:
             request.blocks += new
         return new
@@ -330,7 +341,7 @@ class Scheduler:
             self._finish(request, FinishReason.LENGTH, now)
 
     def _cache_full_blocks(self, request: Request) -> None:
-        full = request.n_computed // self._config.block_size
+        full = request.n_computed // self._config.block_tokens
         for index in range(request.n_cached, full):
             self.pool.cache(request.blocks[index], request.hashes()[index])
         request.n_cached = max(request.n_cached, full)

@@ -21,18 +21,18 @@ import signal
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from kvconn.base import ConnectorMetadata, ConnectorRole, KVConnector, KVConnectorOutput, LayerView
 from kvconn.config import ConnectorConfig, KVTransferConfig
 from kvconn.engine.config import EngineConfig, kv_cache_view, layer_names, model_view
 from kvconn.engine.content import ContentAddressed
 from kvconn.engine.model import Model, make_model
+from kvconn.engine.portion import Portion
+from kvconn.engine.ranks import connect
 from kvconn.engine.scheduler import Step
 from kvconn.errors import ConfigError
 from kvconn.explain import ExplainServer
@@ -52,50 +52,16 @@ class WorkerOutput:
     min_margin: float = math.inf
 
 
-class Collectives:
-    """gloo among an engine's PCP ranks; with one rank, nothing."""
-
-    def __init__(self, rank: int, world: int, store: str, timeout: float) -> None:
-        self.rank = rank
-        self.world = world
-        if world > 1:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-            dist.init_process_group(
-                "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=timeout)
-            )
-
-    def gather_rows(self, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-        """All ranks' rows in rank order; rank r gives ``counts[r]``. Ranks with none join all the same."""
-        if self.world == 1 or not sum(counts):
-            return rows
-        longest = max(counts)
-        padded = rows.new_zeros(longest, *rows.shape[1:])
-        padded[: len(rows)] = rows
-        gathered = [torch.empty_like(padded) for _ in counts]
-        dist.all_gather(gathered, padded)
-        return torch.cat([part[:n] for part, n in zip(gathered, counts, strict=True)])
-
-    def total(self, values: torch.Tensor) -> torch.Tensor:
-        """The sum over ranks, on every rank."""
-        if self.world > 1:
-            dist.all_reduce(values)
-        return values
-
-    def close(self) -> None:
-        if self.world > 1:
-            dist.destroy_process_group()
-
-
 class Worker:
     """One rank's step loop body."""
 
     def __init__(self, config: EngineConfig, transfer: KVTransferConfig | None, engine_id: str, rank: int) -> None:
         self._config = config
         torch.set_num_threads(1)
-        parallel = config.parallel
-        self._collectives = Collectives(rank, parallel.world, config.store, config.step_timeout)
-        self._model: Model = make_model(config, self._collectives)
-        self._names = layer_names(config.model)
+        self._ranks = connect(config.parallel, rank, config.store, config.step_timeout)
+        self._model: Model = make_model(config, self._ranks)
+        portion = Portion.of(config.model, config.parallel, rank)
+        self._names = layer_names(config.model)[portion.first_layer : portion.first_layer + portion.n_layers]
         self._connector: KVConnector | None = None
         self._explains: ExplainServer | None = None
         if transfer is not None:
@@ -174,7 +140,7 @@ class Worker:
             self._explains.close()
         if self._connector is not None:
             self._connector.shutdown()
-        self._collectives.close()
+        self._ranks.close()
 
 
 def connector_config(
@@ -197,7 +163,8 @@ def worker_main(
 ) -> None:
     """Body of a worker process: orders in, answers out, until the pipe ends or says stop."""
     die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the engine decides when a worker ends
+    for told in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(told, signal.SIG_IGN)  # the engine decides when a worker ends
     os.environ.update(config.env)
     logging.basicConfig(level=logging.WARNING, format=f"{config.name} rank {rank}: %(message)s")
     worker: Worker | None = None

@@ -202,6 +202,10 @@ class MultiConnector(KVConnector):
             if own:
                 serving.append(self.names[index])
 
+    def drain(self) -> None:
+        for child in self.children:
+            child.drain()
+
     def has_pending_push_work(self) -> bool:
         return self._gate.unshipped or any(child.has_pending_push_work() for child in self.children)
 

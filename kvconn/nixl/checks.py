@@ -1,15 +1,18 @@
-"""Fence checks of one reader: whose word is being read, where to, and what it says. Pure.
+"""Fence checks of one reader: whose words are being read, where to, and what they say. Pure.
 
 Rules
-1. A check is armed when a life's data is posted, and ends with the life: its scratch word is reused only after the life
-   has settled, because a read of ours may still write it (C6).
-2. A word that differs is read once more: a torn word can only differ. Then the load is stale (C8).
+1. A check is armed when a life's data is posted, and ends with the life: its scratch words are reused only after the
+   life has settled, because reads of ours may still write them (C6).
+2. A life has one word in the fence of each rank that it is read from, and they are all looked at.
+3. A word that differs is read once more: a torn word can only differ. Then the load is stale (C8).
 """
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable, Sequence
 
+from kvconn.geometry import Place
 from kvconn.nixl.fence import Fence
 
 __all__ = ["Checks", "Verdict"]
@@ -18,21 +21,24 @@ ATTEMPTS = 2
 
 
 class Verdict(enum.Enum):
-    """What one look at the word says."""
+    """What the words of a life say together."""
 
     HELD = "held"
+    #: some are still to be read, for the first time or once more
     AGAIN = "again"
     STALE = "stale"
 
 
-class _Check:
-    __slots__ = ("attempts", "fence", "scratch", "started")
+class _Word:
+    """One rank's word of a life."""
 
-    def __init__(self, fence: Fence, scratch: int) -> None:
-        self.fence = fence
+    __slots__ = ("attempts", "held", "place", "scratch")
+
+    def __init__(self, place: Place, scratch: int) -> None:
+        self.place = place
         self.scratch = scratch
         self.attempts = 0
-        self.started = False
+        self.held = False
 
 
 class Checks:
@@ -40,42 +46,41 @@ class Checks:
 
     def __init__(self, size: int) -> None:
         self._free = list(range(size - 1, -1, -1))
-        self._of: dict[str, _Check] = {}
+        self._of: dict[str, tuple[Fence, list[_Word]]] = {}
 
-    def begin(self, id: str, fence: Fence) -> bool:
-        """This life will be checked against ``fence``. False when every scratch word is taken."""
-        if not self._free:
+    def begin(self, id: str, fence: Fence, places: Sequence[Place]) -> bool:
+        """This life will be checked against ``fence`` at each of these ranks. False when there is no scratch for it."""
+        if len(places) > len(self._free):
             return False
-        self._of[id] = _Check(fence, self._free.pop())
+        self._of[id] = fence, [_Word(place, self._free.pop()) for place in places]
         return True
 
     def __contains__(self, id: str) -> bool:
         return id in self._of
 
-    def target(self, id: str) -> tuple[int, int]:
-        """(slot to read, scratch word to read it into); counts as an attempt."""
-        check = self._of[id]
-        check.attempts += 1
-        check.started = True
-        return check.fence.slot, check.scratch
+    def targets(self, id: str) -> list[tuple[Place, int, int]]:
+        """(rank, slot to read of it, scratch word to read it into) of all that are to be read; counts as an attempt."""
+        fence, words = self._of[id]
+        out: list[tuple[Place, int, int]] = []
+        for word in words:
+            if not word.held:
+                word.attempts += 1
+                out.append((word.place, fence.slot, word.scratch))
+        return out
 
-    def scratch(self, id: str) -> int | None:
-        """The scratch word that an attempt was read into; None before the first one."""
-        check = self._of[id]
-        return check.scratch if check.started else None
-
-    def judge(self, id: str, word: int) -> Verdict:
-        """Compare what was read."""
-        check = self._of[id]
-        if word == check.fence.word:
+    def judge(self, id: str, read: Callable[[int], int]) -> Verdict:
+        """Compare what was read since; ``read`` gives a scratch word."""
+        fence, words = self._of[id]
+        for word in words:
+            word.held = word.held or (word.attempts > 0 and read(word.scratch) == fence.word)
+        if all(word.held for word in words):
             return Verdict.HELD
-        return Verdict.AGAIN if check.attempts < ATTEMPTS else Verdict.STALE
+        return Verdict.STALE if any(w.attempts >= ATTEMPTS and not w.held for w in words) else Verdict.AGAIN
 
     def end(self, id: str) -> None:
         """The life has settled."""
-        check = self._of.pop(id, None)
-        if check is not None:
-            self._free.append(check.scratch)
+        _, words = self._of.pop(id, (None, []))
+        self._free.extend(word.scratch for word in words)
 
     def __len__(self) -> int:
         return len(self._of)

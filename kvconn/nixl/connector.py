@@ -109,6 +109,9 @@ class NixlConnector(KVConnector):
             self.scheduler.serve({(one.pp, one.tp): NixlHandshake(one.payload) for one in meta.published})
         filter_output(output, self.scheduler.reports)
 
+    def drain(self) -> None:
+        self.scheduler.drain()
+
     def has_pending_push_work(self) -> bool:
         return self.scheduler.needs_steps(self._clock())
 
@@ -171,7 +174,7 @@ def _check_topology(config: ConnectorConfig) -> None:
     parallel, role = config.parallel, config.kv_transfer.kv_role
     problems = [
         f"parallel.{name}: this version transfers at {name} 1, got {size}"
-        for name, size in (("tp", parallel.tp), ("pp", parallel.pp), ("dcp", parallel.dcp))
+        for name, size in (("pp", parallel.pp), ("dcp", parallel.dcp))
         if size != 1
     ]
     if parallel.pcp > 1 and role != "kv_producer":

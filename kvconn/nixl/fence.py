@@ -12,7 +12,9 @@ Rules
 3. A slot is one request's until one step after its release or abort; the next one gets a new word.
 4. The seal is an HMAC over what the client carries, with a key that peers get in the handshake and clients never see:
    a client can neither forge ids of other blocks nor a word. It is checked after the handshake, before anything is
-   posted. Whoever reaches the side channel gets the key.
+   posted. Without a fleet key whoever reaches the side channel gets the seal's.
+5. With a fleet key every reference is signed with it besides, all of its fields, seal included. The signature is
+   checked when the reference comes, before anybody connects to the host it names: only the fleet can name one.
 Bookkeeping is pure; :class:`FenceWords` is the only memory here.
 """
 
@@ -24,16 +26,28 @@ import mmap
 import secrets
 import threading
 from collections import deque
-from collections.abc import Sequence
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvconn.params import RemoteRef
+from kvconn.base import RequestView
+from kvconn.errors import RequestError
+from kvconn.params import KvconnRef, RemoteRef
 from kvconn.transport.base import MemoryRegion
+from kvconn.trust import FleetKey
 
-__all__ = ["Fence", "FenceSlots", "FenceWords", "fresh_key", "prompt_digest", "seal", "seal_fits"]
+__all__ = [
+    "Fence",
+    "FenceSlots",
+    "FenceWords",
+    "check_signature",
+    "fresh_key",
+    "prompt_digest",
+    "seal",
+    "seal_fits",
+    "sign",
+]
 
 WORD = 8  # bytes
 
@@ -146,9 +160,11 @@ def fresh_key() -> bytes:
     return secrets.token_bytes(32)
 
 
-def prompt_digest(tokens: Sequence[int], n_tokens: int) -> bytes:
-    """sha256 over the first ``n_tokens`` tokens: what the blocks of a reference are the KV of."""
-    return hashlib.sha256(np.asarray(tokens[:n_tokens], dtype=np.int64).tobytes()).digest()
+def prompt_digest(view: RequestView, n_tokens: int) -> bytes:
+    """sha256 over the first ``n_tokens`` tokens and what is beside them: what a reference's blocks are the KV of."""
+    digest = hashlib.sha256(np.asarray(view.tokens()[:n_tokens], dtype=np.int64).tobytes())
+    digest.update(view.beside(n_tokens))
+    return digest.digest()
 
 
 def seal(key: bytes, ref: RemoteRef, fence: Fence, prompt: bytes) -> str:
@@ -169,3 +185,27 @@ def seal_fits(key: bytes, ref: RemoteRef, prompt: bytes) -> bool:
     if ours is None or ours.slot is None or ours.word is None or ours.seal is None:
         return False
     return hmac.compare_digest(seal(key, ref, Fence(ours.slot, ours.word), prompt).encode(), ours.seal.encode())
+
+
+def sign(key: FleetKey, ref: RemoteRef) -> str:
+    """HMAC-SHA256 (hex) with the fleet's key over the msgpack of every field of ``ref`` but the signature itself."""
+    ours = msgspec.structs.replace(ref.kvconn or KvconnRef(), signature=None)
+    fields = (*msgspec.structs.astuple(msgspec.structs.replace(ref, kvconn=None)), *msgspec.structs.astuple(ours))
+    return hmac.new(key.derive("references"), msgspec.msgpack.encode(fields), hashlib.sha256).hexdigest()
+
+
+def check_signature(key: FleetKey, ref: RemoteRef) -> None:
+    """Raise RequestError unless an engine of this fleet made the reference, and every field of it is as it was."""
+    given = ref.kvconn.signature if ref.kvconn is not None else None
+    if given is None:
+        raise RequestError(
+            "kv_transfer_params.kvconn.signature",
+            "a reference signed with the fleet key (its producer is stock, or has no kvconn.key_file)",
+            given,
+        )
+    if not hmac.compare_digest(sign(key, ref).encode(), given.encode()):
+        raise RequestError(
+            "kv_transfer_params.kvconn.signature",
+            "what a producer of this fleet returned, unchanged (it does not fit: another fleet key, or edited)",
+            given,
+        )

@@ -1,29 +1,42 @@
-"""What one serving rank tells its readers, and what a reader makes of a peer's answer. Pure.
+"""What one serving rank tells its readers, and what a reader makes of a peer's answers. Pure.
 
 Rules
 1. Nothing of a peer is believed: what does not fit is a :class:`~kvconn.errors.PeerError` that names peer and stage.
-2. Everything is checked before the peer's agent is loaded, so that a peer that fails leaves nothing behind.
+2. Everything is checked before any agent of the peer is loaded, so that a peer that fails leaves nothing behind.
+3. First contact asks the first rank. A peer of ours says its engine's sizes there; a stock peer's come with the
+   reference. What a client says against the peer is a :class:`~kvconn.errors.RequestError` that names the field.
+4. The ranks of one peer are one engine: they name one id, and one seal key.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 import msgspec
 
 from kvconn.base import KVCacheView
 from kvconn.config import ConnectorConfig
-from kvconn.errors import PeerError
-from kvconn.geometry import Region
+from kvconn.errors import PeerError, RequestError
+from kvconn.geometry import Place, RankCache, Region, Side
+from kvconn.nixl.fence import FenceWords
 from kvconn.nixl.metadata import NixlHandshake
-from kvconn.nixl.peers import PeerKey
-from kvconn.nixl.plan import Incompatible, Plan, make_plan
+from kvconn.nixl.plan import Incompatible, Plan, Route, make_plan, missing, routes
 from kvconn.nixl.wire import AgentMetadata, KvconnAgent, WireCodec
+from kvconn.params import PeerKey, peer_name
 
-__all__ = ["MIN_KEY", "admit", "describe"]
+__all__ = ["FIRST", "MIN_KEY", "Greeting", "Offer", "Ours", "describe", "side_of"]
 
 #: bytes of a seal key
 MIN_KEY = 16
+#: the rank that every engine has
+FIRST: Final = Place(0, 0)
+
+
+def side_of(config: ConnectorConfig) -> Side:
+    """The sizes of our engine."""
+    heads = 1 if config.model.packing == "latent" else config.model.num_kv_heads
+    return Side.of(config.parallel, heads)
 
 
 def describe(
@@ -32,51 +45,130 @@ def describe(
     regions: Sequence[Region],
     codec: WireCodec,
     agent_metadata: bytes,
-    fence: KvconnAgent,
+    fence: FenceWords,
 ) -> NixlHandshake:
     """What readers need of this rank."""
+    side = side_of(config)
+    kernel = RankCache.of(regions, cache).kernel_blocks
+    cells = [r.cells for r in regions] if any(r.cells is not None for r in regions) else None
     metadata = AgentMetadata(
         engine_id=config.engine_id,
         agent_metadata=agent_metadata,
         kv_caches_base_addr=[r.base for r in regions],
         device_id=regions[0].device_id,
-        num_blocks=cache.num_blocks,
+        num_blocks=cache.num_blocks * kernel,
         block_lens=[r.length for r in regions],
         block_strides=[r.stride for r in regions],
         kv_cache_layout="LBHNC",
-        block_size=cache.block_size,
+        block_size=cache.block_size // kernel,
+        physical_blocks_per_logical_kv_block=kernel,
         region_num_blocks=[r.count for r in regions],
         region_group_ids=[r.group for r in regions],
         region_names=[r.name for r in regions],
         region_mem_types=[r.mem_type for r in regions],
         dcp_size=config.parallel.dcp,
         pcp_size=config.parallel.pcp,
-        kvconn=fence,
+        kvconn=KvconnAgent(fence.address, fence.size, side.tp, side.pp, side.interleave, config.model.dtype, cells),
     )
     return NixlHandshake(codec.encode_payload(config, metadata))
 
 
-def admit(
-    raw: bytes,
-    key: PeerKey,
-    peer: str,
-    config: ConnectorConfig,
-    regions: Sequence[Region],
-    block_size: int,
-    codec: WireCodec,
-    enforce_compat: bool,
-) -> tuple[bytes, Plan]:
-    """A peer's agent metadata and the plan to read of it. ``peer`` names it in errors. Raises PeerError."""
-    payload = codec.decode_payload(raw, peer)
-    if enforce_compat:
-        codec.check(config, payload, peer)
-    metadata = codec.decode_metadata(payload, peer)
-    if metadata.engine_id != key[0]:
-        raise PeerError(peer, "handshake", f"the engine there is now {metadata.engine_id}")
-    plan = make_plan(regions, block_size, metadata)
-    if isinstance(plan, Incompatible):
-        raise PeerError(peer, "plan", str(plan))
-    seal_key = payload.kvconn.seal_key if payload.kvconn is not None else b""
-    if metadata.kvconn is not None and len(seal_key) < MIN_KEY:
-        raise PeerError(peer, "handshake", f"a fence without a seal key of at least {MIN_KEY} bytes")
-    return metadata.agent_metadata, msgspec.structs.replace(plan, fence=metadata.kvconn, seal_key=seal_key)
+class Ours(msgspec.Struct, frozen=True):
+    """One reading rank: its engine, its cache, its place in it."""
+
+    config: ConnectorConfig
+    cache: RankCache
+    place: Place
+    codec: WireCodec
+    enforce_compat: bool = True
+
+
+class Offer(msgspec.Struct, frozen=True):
+    """A rank of a peer that this one reads or tells: the blob of its agent, still to be loaded, and the plan."""
+
+    blob: bytes
+    plan: Plan
+
+
+class Greeting:
+    """One handshake with a peer: from its first rank to the plans of all whom ours reads or tells."""
+
+    def __init__(self, ours: Ours, key: PeerKey) -> None:
+        self._ours = ours
+        self._key = key
+        self._name = peer_name(key)
+        self._routes: dict[Place, Route] | None = None
+        self._seal_key: bytes | None = None
+        self._offers: dict[Place, Offer] = {}
+
+    @property
+    def done(self) -> bool:
+        """Everybody has answered."""
+        return self._routes is not None and self._offers.keys() == self._routes.keys()
+
+    @property
+    def offers(self) -> list[Offer]:
+        """Of all whom this rank reads or tells, in their order. Raises PeerError where they lack what we need."""
+        offers = [self._offers[place] for place in sorted(self._offers)]
+        lacking = missing(self._ours.cache, [offer.plan for offer in offers])
+        if lacking is not None:
+            raise PeerError(self._name, "plan", str(lacking))
+        return offers
+
+    def answered(self, place: Place, frame: bytes) -> list[Place]:
+        """The rank at ``place`` answered; whom to ask now. Raises PeerError, RequestError."""
+        metadata = self._read(place, frame)
+        ask: list[Place] = []
+        if self._routes is None:
+            self._routes = {route.source: route for route in self._route(self._sizes(metadata), metadata)}
+            ask = [source for source in self._routes if source != place]
+        if place in self._routes:
+            plan = self._plan(metadata, self._routes[place])
+            whole = msgspec.structs.replace(plan, fence=metadata.kvconn, seal_key=self._seal_key or b"")
+            self._offers[place] = Offer(metadata.agent_metadata, whole)
+        return ask
+
+    def _read(self, place: Place, frame: bytes) -> AgentMetadata:
+        codec, name = self._ours.codec, self._name
+        payload = codec.decode_payload(frame, name)
+        if self._ours.enforce_compat:
+            codec.check(self._ours.config, payload, name)
+        metadata = codec.decode_metadata(payload, name)
+        if metadata.engine_id != self._key.engine:
+            raise PeerError(name, "handshake", f"the engine there is now {metadata.engine_id}")
+        seal_key = payload.kvconn.seal_key if metadata.kvconn is not None and payload.kvconn is not None else b""
+        if metadata.kvconn is not None and len(seal_key) < MIN_KEY:
+            raise PeerError(name, "handshake", f"a fence without a seal key of at least {MIN_KEY} bytes")
+        if self._seal_key is not None and seal_key != self._seal_key:
+            raise PeerError(name, "handshake", f"rank {place} has another seal key than the first: not one engine")
+        self._seal_key = seal_key
+        return metadata
+
+    def _sizes(self, metadata: AgentMetadata) -> Side:
+        """The peer's sizes. Raises RequestError where the client says others."""
+        ours, said = metadata.kvconn, self._key
+        stated = [("dcp_size", said.dcp, metadata.dcp_size)]
+        if ours is not None:
+            stated += [("tp_size", said.tp, ours.tp), ("pp_size", said.pp, ours.pp)]
+        for field, claimed, real in stated:
+            if claimed != real:
+                raise RequestError(f"kv_transfer_params.{field}", f"{real}, which {self._name} has", claimed)
+        interleave = ours.interleave if ours is not None else 1
+        heads = side_of(self._ours.config).kv_heads
+        return Side(heads, said.tp, said.pp, said.dcp, interleave)
+
+    def _route(self, theirs: Side, first: AgentMetadata) -> tuple[Route, ...]:
+        """Whom our rank reads or tells. That the first rank is as these sizes say shows before another is asked: a
+        stock engine ends its side channel when it is asked for a rank that it does not have."""
+        side = side_of(self._ours.config)
+        found, of_first = routes(side, theirs, self._ours.place), routes(side, theirs, FIRST)
+        if isinstance(found, Incompatible) or isinstance(of_first, Incompatible):
+            raise PeerError(self._name, "plan", str(found))
+        self._plan(first, of_first[0])
+        return found
+
+    def _plan(self, metadata: AgentMetadata, route: Route) -> Plan:
+        plan = make_plan(self._ours.cache, metadata, route)
+        if isinstance(plan, Incompatible):
+            raise PeerError(self._name, "plan", str(plan))
+        return plan

@@ -15,8 +15,7 @@ import msgspec
 
 from kvconn.base import BlockIds, ConnectorMetadata, HandshakeMetadata
 from kvconn.nixl.fence import Fence
-from kvconn.nixl.peers import PeerKey
-from kvconn.params import RemoteRef
+from kvconn.params import PeerKey, RemoteRef
 
 __all__ = ["LoadSpec", "NixlHandshake", "NixlMetadata", "NixlStep", "SendSpec"]
 
@@ -35,6 +34,7 @@ class SendSpec(msgspec.Struct, frozen=True):
 class LoadSpec(msgspec.Struct, frozen=True):
     """Blocks to fill. ``local[g]`` are ours, ``hits[g]`` of the reference's first blocks we have already.
 
+    ``tokens``: how many of the prompt's first stand in our blocks when it is done.
     ``refused``: the reference is wrong, this life fails with that reason and nothing is read.
     """
 
@@ -43,6 +43,7 @@ class LoadSpec(msgspec.Struct, frozen=True):
     ref: RemoteRef | None
     local: BlockIds = ()
     hits: tuple[int, ...] = ()
+    tokens: int = 0
     refused: str | None = None
     #: seconds since the request came
     waited: float = 0.0

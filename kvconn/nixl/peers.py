@@ -1,4 +1,4 @@
-"""Peers of one worker: a Peer owns its agent name, its plan and its state. Pure; time is an argument.
+"""Peers of one worker: a Peer owns the ranks it is read from or told at, and its state. Pure; time is an argument.
 
 Rules
 1. State changes of a peer happen in this file only:
@@ -11,20 +11,23 @@ Rules
 2. Work waits on a peer in HANDSHAKING, bounded; a failed handshake fails exactly that work and no other peer's.
 3. A peer is removed only when nothing is posted under it (C6): it drains first.
 4. The table is bounded; the longest idle peer drains to make room.
+5. A peer is one engine with all its ranks that ours reads or tells: it is ready when all of them are, and over when one
+   of them is.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
+import msgspec
+
+from kvconn.geometry import Place
 from kvconn.nixl.plan import Plan
-from kvconn.params import peer_name
+from kvconn.params import PeerKey, peer_name
 
-__all__ = ["Peer", "PeerKey", "PeerState", "Peers"]
+__all__ = ["Peer", "PeerKey", "PeerState", "Peers", "Source", "Work"]
 
-#: engine id, side channel host, side channel port.
-PeerKey = tuple[str, str, int]
 #: called with the peer when it is ready, or with None and the reason; then the time.
 Work = Callable[["Peer | None", str, float], None]
 
@@ -37,14 +40,25 @@ class PeerState(enum.Enum):
     INVALID = "invalid"
 
 
+class Source(msgspec.Struct, frozen=True):
+    """A rank of a peer: the name of its loaded agent, and what our rank reads of it; nothing where it is only told."""
+
+    agent: str
+    plan: Plan
+
+    @property
+    def place(self) -> Place:
+        return self.plan.source
+
+
 class Peer:
-    """One serving worker of another engine."""
+    """Another engine, as one rank of ours sees it."""
 
     def __init__(self, key: PeerKey) -> None:
         self.key = key
         self.state = PeerState.UNKNOWN
-        self.agent: str | None = None
-        self.plan: Plan | None = None
+        #: while it is ready or drains
+        self.sources: tuple[Source, ...] = ()
         self.why = ""
         self.last_used = 0.0
         self.posted = 0
@@ -55,6 +69,22 @@ class Peer:
     @property
     def name(self) -> str:
         return peer_name(self.key)
+
+    @property
+    def agents(self) -> frozenset[str]:
+        """Names of its loaded agents."""
+        return frozenset(source.agent for source in self.sources)
+
+    def source(self, place: Place) -> Source | None:
+        """Its rank there, while it is known."""
+        return next((source for source in self.sources if source.place == place), None)
+
+    def rank_name(self, agent: str) -> str:
+        """How logs and errors call the rank with this agent; the peer's name where it has no other rank."""
+        places = [source.place for source in self.sources if source.agent == agent]
+        if (self.key.tp, self.key.pp) == (1, 1) or not places:
+            return self.name
+        return f"{self.name} pp {places[0].pp} tp {places[0].tp}"
 
     def want(self, work: Work, now: float, waiting_max: int) -> bool:
         """Run ``work`` when the peer is ready. True: the caller must start a handshake now."""
@@ -74,19 +104,31 @@ class Peer:
         self.state = PeerState.HANDSHAKING
         return True
 
-    def ready(self, agent: str, plan: Plan, now: float) -> None:
-        """The handshake succeeded: run what waited."""
-        self.state, self.agent, self.plan, self.why, self._backoff = PeerState.READY, agent, plan, "", 0.0
+    def ready(self, sources: tuple[Source, ...], now: float) -> None:
+        """The handshake succeeded, with every rank: run what waited."""
+        self.state, self.sources, self.why, self._backoff = PeerState.READY, sources, "", 0.0
         for work in self._take():
             work(self, "", now)
 
     def failed(self, why: str, now: float) -> None:
         """The handshake failed: fail what waited, refuse for a while (1, 2, 4 ... 60 s)."""
-        self.state, self.why = PeerState.INVALID, why
+        self.state, self.sources, self.why = PeerState.INVALID, (), why
         self._backoff = min(60.0, self._backoff * 2 or 1.0)
         self._retry_at = now + self._backoff
         for work in self._take():
             work(None, why, now)
+
+    def began(self) -> None:
+        """A read of it is posted."""
+        self.posted += 1
+
+    def ended(self) -> None:
+        """One of them is quiet."""
+        self.posted -= 1
+
+    def used(self, now: float) -> None:
+        """It answered: it is not idle."""
+        self.last_used = now
 
     def drain(self, why: str) -> None:
         """Take no new work."""
@@ -146,9 +188,9 @@ class Peers:
         if self._peers.get(peer.key) is peer:
             del self._peers[peer.key]
 
-    def aliases(self, peer: Peer) -> list[Peer]:
-        """Other peers with the same agent: one engine under several addresses."""
-        return [p for p in self._peers.values() if p is not peer and p.agent is not None and p.agent == peer.agent]
+    def having(self, agents: Collection[str]) -> list[Peer]:
+        """Peers with one of these agents: more than one where one engine has several addresses."""
+        return [p for p in self._peers.values() if not p.agents.isdisjoint(agents)]
 
     def clear(self) -> list[Peer]:
         """Forget all peers (our agent is gone); the caller fails them, so that nothing waits on a forgotten one."""

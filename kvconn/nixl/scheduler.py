@@ -28,13 +28,14 @@ from kvconn.errors import RequestError
 from kvconn.geometry import blocks_for
 from kvconn.ledger import CompletionGate, CompletionLedger, Emit
 from kvconn.metrics import Meter
-from kvconn.nixl.fence import Fence, FenceSlots, fresh_key, prompt_digest, seal
+from kvconn.nixl.fence import Fence, FenceSlots, check_signature, fresh_key, prompt_digest, seal, sign
+from kvconn.nixl.handshake import side_of
 from kvconn.nixl.metadata import LoadSpec, NixlHandshake, NixlStep, SendSpec
-from kvconn.nixl.peers import PeerKey
 from kvconn.nixl.sidechannel import HandshakeServer
 from kvconn.nixl.wire import WireCodec
 from kvconn.params import (
     KvconnRef,
+    PeerKey,
     RemoteRef,
     fresh_transfer_id,
     parse_remote,
@@ -43,6 +44,7 @@ from kvconn.params import (
     to_params,
     wants_remote_decode,
 )
+from kvconn.trust import load_trust, warn_without_key
 
 __all__ = ["NixlScheduler"]
 
@@ -75,6 +77,7 @@ class NixlScheduler:
         self._reads = role in ("kv_consumer", "kv_both")
         self._recompute = config.kv_transfer.kv_load_failure_policy == "recompute"
         self._ranks = range(config.parallel.world)
+        self._side = side_of(config)
         self.ledger = CompletionLedger()
         self._gate = CompletionGate(self.ledger)
         self.meter = Meter()
@@ -89,8 +92,11 @@ class NixlScheduler:
         self._newcomers: list[str] = []
         self._fences = FenceSlots(kv_cache.num_blocks)
         self._to_hold: set[str] = set()
+        self._draining = False
         self._lifted: list[int] = []
         self._seal_key = fresh_key()
+        self._trust = load_trust(settings.kvconn)
+        warn_without_key(self._trust)
         self._server: HandshakeServer | None = None
         self._published: dict[tuple[int, int], bytes] = {}
 
@@ -98,12 +104,12 @@ class NixlScheduler:
 
     def arrived(self, view: RequestView, now: float) -> None:
         """Parse what the request was handed; heartbeats start with the next step."""
-        if self._serves and wants_remote_decode(view.params) and self._fences.get(view.id) is None:
+        if self._holds(view) and self._fences.get(view.id) is None:
             self._to_hold.add(view.id)
         if view.id in self._incoming or not self._reads:
             return
         try:
-            ref = parse_remote(view.params, self._cache.block_size)
+            ref = self.reference(view.params)
         except RequestError as err:
             self._incoming[view.id] = _Incoming(None, str(err), now)
             self.meter.add("params_refused")
@@ -112,6 +118,13 @@ class NixlScheduler:
         if ref is not None:
             self._incoming[view.id] = _Incoming(ref, None, now)
             self._newcomers.append(view.id)
+
+    def reference(self, params: Mapping[str, Any] | None) -> RemoteRef | None:
+        """What a request was handed, None when nothing. Raises RequestError."""
+        ref = parse_remote(params, self._cache.block_size)
+        if ref is not None and self._trust.key is not None:
+            check_signature(self._trust.key, ref)
+        return ref
 
     def match(self, view: RequestView, local_tokens: int, now: float) -> tuple[int | None, bool]:
         """Tokens beyond ``local_tokens`` that the producer holds; a pure function of the request until allocated."""
@@ -158,8 +171,9 @@ class NixlScheduler:
             incoming.ref,
             filled,
             blocks.hashed,
+            max(blocks.hashed) * size + n_external,
             waited=now - incoming.arrived,
-            prompt=prompt_digest(view.tokens(), incoming.ref.num_tokens),
+            prompt=prompt_digest(view, incoming.ref.num_tokens),
             beating=incoming.beating,
         )
 
@@ -195,6 +209,13 @@ class NixlScheduler:
             log.warning("request %s: nothing is held: %s", view.id, err)
             return None
 
+    def drain(self) -> None:
+        """The engine ends soon: who arrives from now on is not held; no reader is to be sent here any more."""
+        self._draining = True
+
+    def _holds(self, view: RequestView) -> bool:
+        return self._serves and not self._draining and wants_remote_decode(view.params)
+
     def _lift(self, id: str) -> None:
         """No reader will be sent to this request: its word comes down with the next step."""
         slot = self._fences.close(id)
@@ -206,7 +227,6 @@ class NixlScheduler:
     ) -> RemoteRef:
         n = self.ledger.open(view.id, "send", {(): self._ranks}, now=now)
         deadline = now + self._settings.kv_lease_duration
-        parallel = self._config.parallel
         ref = RemoteRef(
             engine_id=self._config.engine_id,
             transfer_id=fresh_transfer_id(),
@@ -214,14 +234,17 @@ class NixlScheduler:
             port=self._config.port,
             block_ids=held,
             num_tokens=n_tokens,
-            tp_size=max(parallel.tp, parallel.dcp),
-            pp_size=parallel.pp,
-            dcp_size=parallel.dcp,
+            tp_size=self._side.tp,
+            pp_size=self._side.pp,
+            dcp_size=self._side.dcp,
         )
-        sealed = seal(self._seal_key, ref, fence, prompt_digest(view.tokens(), n_tokens))
+        sealed = seal(self._seal_key, ref, fence, prompt_digest(view, n_tokens))
         ours = KvconnRef(fence.slot, fence.word, sealed, deadline)
         self._sends.append(SendSpec(view.id, n, ref.transfer_id, deadline, readers, fence.slot))
-        return msgspec.structs.replace(ref, kvconn=ours)
+        ref = msgspec.structs.replace(ref, kvconn=ours)
+        if self._trust.key is None:
+            return ref
+        return msgspec.structs.replace(ref, kvconn=msgspec.structs.replace(ours, signature=sign(self._trust.key, ref)))
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
@@ -317,7 +340,7 @@ class NixlScheduler:
         if self._server is not None:
             self._server.replace(self._published)
         else:
-            self._server = HandshakeServer(self._config.host, self._config.port, self._published)
+            self._server = HandshakeServer(self._config.host, self._config.port, self._published, self._trust)
 
     def reset(self) -> bool:
         """The engine forgets its cache, or its memory moves: no word of ours stands once the next step began. Who

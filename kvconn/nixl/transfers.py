@@ -7,8 +7,8 @@ Rules
    released handle (F1).
 3. Every life has a deadline; past it the life is failed, and its blocks stay in quarantine until quiet (C7).
 4. Each life settles once.
-5. Cost follows events, not what is open: what a poll asks for is kept as it changes, deadlines lie in a heap, and a poll
-   looks at a bounded number of handles, in turn.
+5. Cost follows events, not what is open: what a poll asks for is kept as it changes, deadlines lie in a heap, and a
+   poll looks at a bounded number of handles, in turn.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Final
 
 import msgspec
 
-from kvconn.params import peer_name
+from kvconn.params import PeerKey, peer_name
 
 __all__ = ["LOOKS", "Reads", "Settled"]
 
@@ -43,7 +43,7 @@ class _Read:
     id: str
     n: int
     deadline: float
-    peer: tuple[str, str, int]
+    peer: PeerKey | None
     blocks: int
     began: float
     posting: bool = True
@@ -65,7 +65,8 @@ class Reads:
 
     def __init__(self) -> None:
         self._open: dict[str, _Read] = {}
-        self._by_handle: dict[int, _Read] = {}
+        #: a handle's life, and the agent it reads from
+        self._by_handle: dict[int, tuple[_Read, str]] = {}
         self._errors: set[int] = set()
         #: handles that may still change, whose turn it is first
         self._turns: OrderedDict[int, None] = OrderedDict()
@@ -76,20 +77,18 @@ class Reads:
         self._quarantine: dict[str, _Read] = {}
         self._quarantined_blocks = 0
 
-    def begin(
-        self, id: str, n: int, peer: tuple[str, str, int], deadline: float, blocks: int = 0, now: float = 0.0
-    ) -> None:
+    def begin(self, id: str, n: int, peer: PeerKey | None, deadline: float, blocks: int = 0, now: float = 0.0) -> None:
         """A life arrived. It settles only after :meth:`posted_all` or :meth:`fail`. ``blocks``: how many it fills."""
         assert id not in self._open, f"the scheduler half opened {id} twice"
         self._open[id] = _Read(id, n, deadline, peer, blocks, now)
         heapq.heappush(self._deadlines, (deadline, n, id))
 
-    def posted(self, id: str, handle: int) -> None:
-        """A handle of this life is under way."""
+    def posted(self, id: str, handle: int, agent: str) -> None:
+        """A handle of this life is under way, from the peer's rank with this agent."""
         read = self._open[id]
         read.handles.add(handle)
         read.posted = True
-        self._by_handle[handle] = read
+        self._by_handle[handle] = read, agent
         self._turns[handle] = None
         self._sort(read)
 
@@ -145,15 +144,15 @@ class Reads:
         """The transport said ERR: not quiet. Returns the life's id; the caller fails it."""
         self._errors.add(handle)
         self._turns.pop(handle, None)
-        return self._by_handle[handle].id
+        return self._by_handle[handle][0].id
 
     def errors(self) -> list[int]:
         """Handles in ERR that are not known to be quiet."""
         return list(self._errors)
 
-    def peer_gone(self, peer: tuple[str, str, int]) -> list[int]:
-        """The peer is gone: its ERR handles are quiet. Returns the handles that became so."""
-        gone = [h for h in self._errors if self._by_handle[h].peer == peer]
+    def agent_gone(self, agent: str) -> list[int]:
+        """This rank of a peer is gone: its ERR handles are quiet. Returns the handles that became so."""
+        gone = [h for h in self._errors if self._by_handle[h][1] == agent]
         for handle in gone:
             self._quiet(handle)
         return gone
@@ -166,7 +165,7 @@ class Reads:
     def _quiet(self, handle: int) -> None:
         self._errors.discard(handle)
         self._turns.pop(handle, None)
-        read = self._by_handle.pop(handle, None)
+        read, _ = self._by_handle.pop(handle, (None, ""))
         if read is not None:
             read.handles.discard(handle)
             self._sort(read)
@@ -216,7 +215,7 @@ class Reads:
             if held is not None:
                 left = f"in quarantine for {now - held[0]:.1f} s: {held[1]}"
             stage = f"{len(read.handles)} reads" if read.posted else "handshake"
-            whom = peer_name(read.peer)
+            whom = peer_name(read.peer) if read.peer is not None else "nobody"
             lines.append(f"recv of {read.id} (life {read.n}) from {whom}: {stage}, {read.blocks} blocks, {left}")
         return lines
 

@@ -7,7 +7,8 @@ NIXL connector's, whose version 14 these field names follow):
 Rules
 1. Decoding is in two phases: compatibility first, then the agent's metadata, so that a mismatch is named and not
    a decoding error.
-2. Whatever comes in is bounded and typed here; a bad frame is a :class:`PeerError` or None, never another exception.
+2. Whatever comes in is bounded and typed here, every frame, list and string of it; a bad frame is a :class:`PeerError`
+   or None, never another exception. Lists and maps are refused by the length they claim, before they are made.
 3. What we add travels in fields a stock peer ignores.
 
 Side channel, ZMQ over TCP: request ``[b"", msgpack([b"get_meta_msg", pp, tp])]``, reply
@@ -21,10 +22,11 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any, Final, TypeVar
+from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
 
+from kvconn.base import Cells
 from kvconn.config import ConnectorConfig
 from kvconn.errors import PeerError
 
@@ -41,44 +43,61 @@ __all__ = [
 
 WIRE_VERSION: Final = 1
 GET_META: Final = b"get_meta_msg"
-MAX_FRAME: Final = 64 << 20
+#: bytes; a reader may have sidechannel.MAX_PENDING of them at once
+MAX_FRAME: Final = 16 << 20
 MAX_REQUEST: Final = 256
 MAX_NOTIFICATION: Final = 1 << 20
+MAX_REGIONS: Final = 1 << 16
+MAX_HEARTBEATS: Final = 1 << 14
 MAX_READERS: Final = 4096
 #: characters; early notifications are kept by transfer id, so that its length is bounded too.
 MAX_TRANSFER_ID: Final = 512
 _HB: Final = b"HB:"
 T = TypeVar("T")
+Number = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+Numbers = Annotated[list[Number], msgspec.Meta(max_length=MAX_REGIONS)]
+Text = Annotated[str, msgspec.Meta(max_length=512)]
+Texts = Annotated[list[Text], msgspec.Meta(max_length=MAX_REGIONS)]
+LongText = Annotated[str, msgspec.Meta(max_length=4096)]
 
 
 class KvconnAgent(msgspec.Struct, frozen=True):
-    """Ours in one serving worker's metadata: its fence, ``fence_slots`` words of 8 bytes at ``fence_address``."""
+    """Ours in one serving worker's metadata: its fence, ``fence_slots`` words of 8 bytes at ``fence_address``.
 
-    fence_address: int
-    fence_slots: int
+    And the sizes of its engine that stock metadata does not have (:class:`~kvconn.geometry.Side`), the KV's dtype, and
+    how the blocks of each region are cut where not heads first.
+    """
+
+    fence_address: Number
+    fence_slots: Number
+    tp: Number = 1
+    pp: Number = 1
+    interleave: Number = 1
+    dtype: Text = ""
+    cells: Annotated[list[Cells | None], msgspec.Meta(max_length=MAX_REGIONS)] | None = None
 
 
 class AgentMetadata(msgspec.Struct, frozen=True):
     """What a reader must know of one serving worker. Addresses, lengths and strides in bytes, per region."""
 
-    engine_id: str
-    agent_metadata: bytes
-    kv_caches_base_addr: list[int]
-    device_id: int
-    num_blocks: int
-    block_lens: list[int]
-    block_strides: list[int]
-    kv_cache_layout: str
-    block_size: int
-    ssm_sizes: tuple[int, int] = (0, 0)
-    attn_backend_name: str = "kvconn"
-    physical_blocks_per_logical_kv_block: int = 1
-    region_num_blocks: list[int] | None = None
-    region_group_ids: list[int] | None = None
-    region_names: list[str] | None = None
-    region_mem_types: list[str] | None = None
-    dcp_size: int = 1
-    pcp_size: int = 1
+    engine_id: Text
+    agent_metadata: Annotated[bytes, msgspec.Meta(min_length=1)]
+    kv_caches_base_addr: Numbers
+    device_id: Annotated[int, msgspec.Meta(ge=-1, le=1 << 31)]
+    num_blocks: Number
+    block_lens: Numbers
+    block_strides: Numbers
+    kv_cache_layout: Text
+    block_size: Number
+    ssm_sizes: tuple[Number, Number] = (0, 0)
+    attn_backend_name: Text = "kvconn"
+    physical_blocks_per_logical_kv_block: Number = 1
+    region_num_blocks: Numbers | None = None
+    region_group_ids: Numbers | None = None
+    region_names: Texts | None = None
+    region_mem_types: Texts | None = None
+    dcp_size: Number = 1
+    pcp_size: Number = 1
     kvconn: KvconnAgent | None = None
 
 
@@ -89,14 +108,14 @@ class KvconnHandshake(msgspec.Struct, frozen=True):
     """
 
     version: int = WIRE_VERSION
-    factors: dict[str, str] = {}
-    seal_key: bytes = b""
+    factors: Annotated[dict[Text, LongText], msgspec.Meta(max_length=64)] = {}
+    seal_key: Annotated[bytes, msgspec.Meta(max_length=64)] = b""
 
 
 class HandshakePayload(msgspec.Struct, frozen=True):
     """One serving worker's answer on the side channel."""
 
-    compatibility_hash: str
+    compatibility_hash: Text
     agent_metadata_bytes: bytes
     kvconn: KvconnHandshake | None = None
 
@@ -180,19 +199,18 @@ class WireCodec:
             ("region_group_ids", meta.region_group_ids),
             ("region_names", meta.region_names),
             ("region_mem_types", meta.region_mem_types),
+            ("kvconn.cells", meta.kvconn.cells if meta.kvconn is not None else None),
         )
         for name, values in lists:
             if values is not None and len(values) != n:
                 raise PeerError(peer, "agent metadata", f"{name}: expected {n} entries, got {len(values)}")
-        if not 0 < n <= 1 << 16 or meta.num_blocks < 1 or meta.block_size < 1:
+        if not 0 < n <= MAX_REGIONS or meta.num_blocks < 1 or meta.block_size < 1:
             raise PeerError(peer, "agent metadata", f"impossible: {n} regions, {meta.num_blocks} blocks")
         if any(not 0 < length <= stride for length, stride in zip(meta.block_lens, meta.block_strides, strict=True)):
             raise PeerError(peer, "agent metadata", "expected 0 < block_lens <= block_strides")
         fence = meta.kvconn
         if fence is not None and not (0 < fence.fence_slots <= 1 << 31 and 0 < fence.fence_address < 1 << 62):
             raise PeerError(peer, "agent metadata", f"impossible fence: {fence}")
-        if any(not 0 <= base < 1 << 63 for base in meta.kv_caches_base_addr):
-            raise PeerError(peer, "agent metadata", "base addresses out of range")
         ends = (b + s * meta.num_blocks for b, s in zip(meta.kv_caches_base_addr, meta.block_strides, strict=True))
         if any(end >= 1 << 63 for end in ends):
             raise PeerError(peer, "agent metadata", "a region ends outside of the address space")
@@ -249,7 +267,8 @@ def parse_notification(message: bytes) -> Done | Heartbeat | None:
     except UnicodeDecodeError:
         return None
     if message.startswith(_HB):
-        return Heartbeat(tuple(id for id in text[len(_HB) :].split(",") if id))
+        ids = tuple(id for id in text[len(_HB) :].split(",", MAX_HEARTBEATS) if id)
+        return Heartbeat(ids) if all(len(id) <= MAX_TRANSFER_ID for id in ids) else None
     transfer_id, colon, readers = text.rpartition(":")
     if not colon or not 1 <= len(transfer_id) <= MAX_TRANSFER_ID:
         return None

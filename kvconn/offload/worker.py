@@ -18,8 +18,6 @@ Time is an argument, in seconds of the worker's clock.
 
 from __future__ import annotations
 
-import ctypes
-import itertools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -29,9 +27,10 @@ from typing import Any, TypeVar
 from kvconn.base import Fact, KVCacheView, LayerView, TransferResults, WorkerFacts
 from kvconn.config import LIMITS, OffloadSettings
 from kvconn.errors import ConfigError
-from kvconn.geometry import RankRole, Region, regions_of
+from kvconn.geometry import RankRole, regions_of
 from kvconn.ledger import Child
 from kvconn.metrics import Meter
+from kvconn.offload.copier import Copier, make_copier, slot_bytes
 from kvconn.offload.jobs import Ended, JobTable, Number
 from kvconn.offload.metadata import GONE, JOBS, Fetch, Hold, Load, OffloadStep, Save, Store
 from kvconn.offload.runner import Runner
@@ -78,15 +77,17 @@ class OffloadWorker:
         self._tiers = tuple(tiers)
         #: under ``hold`` a replica stores nothing; it never writes to secondary tiers, its canonical rank does
         self._idle = role.replicates and settings.kvconn.hold
-        self._regions: tuple[Region, ...] = ()
-        self._offsets: tuple[int, ...] = ()
-        self._stores: JobTable[Store] = JobTable(self._limits.stores_max, attached=True)
-        self._copies: JobTable[tuple[int, tuple[int, ...]]] = JobTable(kv_cache.num_blocks, attached=True)
+        self._copier: Copier | None = None
+        #: bytes of a block over all regions
+        self._length = 0
+        #: with the copier's mark, behind which the copy begins
+        self._stores: JobTable[tuple[Store, Any]] = JobTable(self._limits.stores_max, attached=True)
+        self._copies: JobTable[tuple[int, tuple[int, ...], Any]] = JobTable(kv_cache.num_blocks, attached=True)
         self._saves: JobTable[Save] = JobTable(self._limits.saves_max, attached=False)
         self._fetches: JobTable[Fetch] = JobTable(self._limits.fetches_max, attached=False)
         self._copying: list[Runner[Any]] = []
         self._on_disk: list[Runner[Any]] = []
-        self._store_runner: Runner[Store] | None = None
+        self._store_runner: Runner[tuple[Store, Any]] | None = None
         #: jobs not answered yet: n -> name
         self._names: dict[int, str] = {}
         self._open_stores: set[int] = set()
@@ -101,22 +102,23 @@ class OffloadWorker:
     def register(self, layers: Mapping[str, LayerView]) -> None:
         """The cache of this rank. Raises ConfigError for memory this version cannot copy."""
         problems = [
-            f"layer {layer.name}: offloading moves full attention in DRAM, got {layer.kind} in {layer.mem_type}"
+            f"layer {layer.name}: offloading moves full attention, got {layer.kind}"
             for layer in layers.values()
-            if layer.kind != "full" or layer.mem_type != "DRAM"
+            if layer.kind != "full"
         ]
-        self._regions = regions_of(layers.values())
-        self._offsets = tuple(itertools.accumulate((region.length for region in self._regions), initial=0))
-        if self._offsets[-1] > self._block_bytes:
+        regions = regions_of(layers.values())
+        self._length = slot_bytes(regions)
+        if self._length > self._block_bytes:
             problems.append(
                 f"kv_cache.block_bytes: the engine said {self._block_bytes} bytes a block, "
-                f"its layers on rank {self.role.rank} have {self._offsets[-1]}"
+                f"its layers on rank {self.role.rank} have {self._length}"
             )
         if problems:
             raise ConfigError(problems)
         if self._idle:
             return
         self.tier = HostTier(self._slots, self._block_bytes)
+        self._copier = make_copier(regions, self.tier.address(0), self._slots * self._block_bytes)
         name = f"kvconn-offload-{self.role.rank}"
         self._store_runner = Runner(f"{name}-store", 1, self._stores, self._store)
         self._copying = [self._store_runner, Runner(f"{name}-load", 1, self._copies, self._load)]
@@ -170,18 +172,23 @@ class OffloadWorker:
 
     def start_loads(self, now: float) -> None:
         """Begin the loads that were bound."""
+        mark = self._mark(self._staged_loads)
         for load in self._staged_loads:
             self._loading[load.n] = _Loading(load)
             for k, slot in enumerate(load.slots):
                 blocks = tuple(ids[k] for ids in load.blocks)
-                self._copies.add((load.n, k), (slot, blocks), now + self._limits.load)
+                self._copies.add((load.n, k), (slot, blocks, mark), now + self._limits.load)
         self._staged_loads = []
 
     def start_stores(self, now: float) -> None:
         """The step's blocks are computed: begin to store them."""
+        mark = self._mark(self._staged_stores)
         for store in self._staged_stores:
-            self._stores.add((store.n, 0), store, now + self._limits.store)
+            self._stores.add((store.n, 0), (store, mark), now + self._limits.store)
         self._staged_stores = []
+
+    def _mark(self, staged: Sequence[Any]) -> Any:
+        return self._copier.mark() if staged and self._copier is not None else None
 
     # -- the poll ------------------------------------------------------------------------------------------------
 
@@ -225,7 +232,7 @@ class OffloadWorker:
 
     def _measure(self, what: str, ended: Ended) -> None:
         if ended.fine:
-            self.meter.add(f"kv_offload_{what}_bytes", self._offsets[-1])
+            self.meter.add(f"kv_offload_{what}_bytes", self._length)
             self.meter.add(f"kv_offload_{what}_blocks")
 
     def _loaded(self) -> tuple[frozenset[str], frozenset[str]]:
@@ -246,32 +253,25 @@ class OffloadWorker:
 
     # -- on threads ----------------------------------------------------------------------------------------------
 
-    def _store(self, number: Number, store: Store) -> bool:
-        began = time.perf_counter()
-        self._move(store.slot, store.blocks, load=False)
-        self.meter.add("kv_offload_store_time", time.perf_counter() - began)
+    def _store(self, number: Number, job: tuple[Store, Any]) -> bool:
+        store, mark = job
+        self._copy("store", store.slot, store.blocks, mark)
         return True
 
-    def _load(self, number: Number, copy: tuple[int, tuple[int, ...]]) -> bool:
-        began = time.perf_counter()
-        self._move(*copy, load=True)
-        self.meter.add("kv_offload_load_time", time.perf_counter() - began)
+    def _load(self, number: Number, job: tuple[int, tuple[int, ...], Any]) -> bool:
+        slot, blocks, mark = job
+        self._copy("load", slot, blocks, mark)
         return True
 
-    def _move(self, slot: int, blocks: tuple[int, ...], *, load: bool) -> None:
-        """One block between the cache and its slot; regions lie in a slot one behind the other."""
-        assert self.tier is not None, "a rank without a tier has no jobs"
-        start = self.tier.address(slot)
-        for region, offset in zip(self._regions, self._offsets, strict=False):
-            place = region.base + blocks[region.group] * region.stride
-            if load:
-                ctypes.memmove(place, start + offset, region.length)
-            else:
-                ctypes.memmove(start + offset, place, region.length)
+    def _copy(self, what: str, slot: int, blocks: tuple[int, ...], mark: Any) -> None:
+        assert self.tier is not None and self._copier is not None, "a rank without a tier has no jobs"
+        began = time.perf_counter()
+        self._copier.copy(self.tier.address(slot), blocks, load=what == "load", after=mark)
+        self.meter.add(f"kv_offload_{what}_time", time.perf_counter() - began)
 
     def _save(self, number: Number, save: Save) -> bool:
         assert self.tier is not None, "a rank without a tier has no jobs"
-        data = self.tier.read(save.slot, self._offsets[-1])
+        data = self.tier.read(save.slot, self._length)
         if not self._saves.stands(number):
             return False  # given up: the slot may have been another block's when it was copied
         wrote = [self._tried(tier, partial(tier.write, save.key, data)) for tier in self._tiers]
@@ -281,7 +281,7 @@ class OffloadWorker:
         assert self.tier is not None, "a rank without a tier has no jobs"
         for tier in self._tiers:
             data = self._tried(tier, partial(tier.read, fetch.key))
-            if data is None or len(data) != self._offsets[-1]:
+            if data is None or len(data) != self._length:
                 continue
             if not self._fetches.land(number):
                 return False
@@ -319,6 +319,8 @@ class OffloadWorker:
         for tier in self._tiers:
             tier.close()
         if self.tier is not None and all(ended):
+            if self._copier is not None:
+                self._copier.close()
             self.tier.close()
             self.tier = None
 

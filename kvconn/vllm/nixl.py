@@ -17,7 +17,6 @@ from kvconn.config import ConnectorConfig
 from kvconn.errors import RequestError
 from kvconn.metrics import Stats
 from kvconn.nixl.connector import NixlConnector as NeutralNixlConnector
-from kvconn.params import parse_remote
 from kvconn.vllm.codec import VllmCodec
 from kvconn.vllm.facade import KvconnFacade
 from kvconn.vllm.stats import KvconnNixlProm, KvconnNixlStats, TransferStats
@@ -43,9 +42,17 @@ class KvconnNixlConnector(KvconnFacade):
         super().__init__(vllm_config, role, kv_cache_config)
 
     def on_new_request(self, request: Any) -> None:
-        if getattr(request, "abort_immediately", False) and not _readable(request, self._view.block_size):
+        if getattr(request, "abort_immediately", False) and not self._readable(request):
             return  # vLLM's notice that a request failed, with the params that were refused when it came
         super().on_new_request(request)
+
+    def _readable(self, request: Any) -> bool:
+        assert isinstance(self.inner, NeutralNixlConnector)
+        try:
+            self.inner.scheduler.reference(request.kv_transfer_params)
+        except RequestError:
+            return False
+        return True
 
     def make(self, config: ConnectorConfig, role: ConnectorRole, kv_cache: KVCacheView) -> KVConnector:
         return NeutralNixlConnector(config, role, kv_cache, codec=self._codec)
@@ -62,14 +69,6 @@ class KvconnNixlConnector(KvconnFacade):
         cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
     ) -> KvconnNixlProm:
         return KvconnNixlProm(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-
-
-def _readable(request: Any, block_size: int) -> bool:
-    try:
-        parse_remote(request.kv_transfer_params, block_size)
-    except RequestError:
-        return False
-    return True
 
 
 NixlConnector = NixlPullConnector = KvconnNixlConnector

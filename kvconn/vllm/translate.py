@@ -8,9 +8,11 @@ Rules
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
 import torch
 from vllm import envs
 from vllm.distributed.parallel_state import get_pcp_group, get_pp_group, get_tp_group
@@ -194,9 +196,28 @@ def request_view(request: Any) -> VllmRequestView:
         request.kv_transfer_params,
         lambda: request.all_token_ids,
         lambda: request.block_hashes,
+        lambda n_tokens: _beside(request, n_tokens),
     )
     view.source = request
     return view
+
+
+def _beside(request: Any, n_tokens: int) -> bytes:
+    """What decides the KV of the first ``n_tokens`` tokens besides them, by names that both engines have.
+
+    The cache salt is none of it: it keeps users' prefixes apart, and changes no KV.
+    """
+    adapter = request.lora_request.lora_name if request.lora_request else None
+    inputs = [
+        (one.identifier, one.mm_position.offset, one.mm_position.length)
+        for one in request.mm_features
+        if one.mm_position.offset < n_tokens
+    ]
+    embeds = request.prompt_embeds
+    raw = None if embeds is None else embeds[:n_tokens].contiguous().view(torch.uint8).numpy().tobytes()
+    if adapter is None and not inputs and raw is None:
+        return b""
+    return msgspec.msgpack.encode((adapter, inputs, None if raw is None else hashlib.sha256(raw).digest()))
 
 
 def finish_reason(request: Any) -> FinishReason:

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -227,6 +228,42 @@ def test_loads_that_went_wrong_have_rows(kvconn):
     assert "references refused" in kvconn("demo", script=script).stdout
 
 
+def test_hits_of_every_tier_have_rows_where_blocks_were_asked_for(kvconn):
+    def script(engines):
+        engines["P"].connector = {
+            "offload_blocks_asked": 8,
+            "offload_hit_blocks_host": 4,
+            "offload_hit_blocks_secondary": 1,
+            "offload_tokens_loaded": 80,
+            "kv_offload_store_bytes": 3 << 20,
+            "kv_offload_load_bytes": 1 << 20,
+        }
+
+    told = kvconn("demo", "--offload", "host", script=script).stdout
+    for row in (
+        ("P: hit rate of host memory", "50.0% (4 of 8 blocks)"),
+        ("P: hit rate of files", "12.5% (1 of 8 blocks)"),
+        ("P: stored, loaded (all ranks)", "3.0 MiB, 1.0 MiB"),
+        ("P: prefill tokens saved", "80"),
+    ):
+        assert [line for line in told.splitlines() if all(part in line for part in row)], row
+    assert "D: hit rate" not in told and "D: tokens not read" not in told
+
+
+def test_files_of_a_replay_are_gone_afterwards(kvconn):
+    seen = []
+
+    def script(engines):
+        (child, _) = kvconn.fleet.configs["P"].kv_transfer_config["kv_connector_extra_config"]["connectors"][::-1]
+        (tier,) = child["kv_connector_extra_config"]["secondary_tiers"]
+        seen.append(Path(tier["root_dir"]))
+        assert seen[0].is_dir()
+        seen[0].joinpath("file").write_text("a block")
+
+    assert kvconn("demo", "--offload", "tiering", script=script).exit_code == 0
+    assert len(seen) == 1 and not seen[0].exists()
+
+
 def test_version(kvconn):
     assert kvconn("--version").stdout == f"kvconn {__version__}\n"
 
@@ -248,9 +285,41 @@ class TestPlan:
         assert (offload["kv_connector"], offload["kv_role"]) == ("OffloadingConnector", "kv_both")
         assert offload["kv_connector_extra_config"]["kvconn"] == {"hold": True}
         assert made.decode.kv_transfer_config == {"kv_connector": "NixlConnector", "kv_role": "kv_consumer"}
+        assert made.files is None
         assert made.monolithic.kv_transfer_config is None
         assert made.prefill.model == made.decode.model == made.monolithic.model
         assert made.prefill.port != made.decode.port
+
+    @pytest.mark.parametrize("offload", ["host", "tiering"])
+    def test_a_sibling_that_loads_is_behind_nixl_on_p_and_before_it_on_d(self, offload):
+        made = plan(Settings(offload=offload))
+        prefill, decode = made.prefill.kv_transfer_config, made.decode.kv_transfer_config
+        children = {
+            name: config["kv_connector_extra_config"]["connectors"] for name, config in (("P", prefill), ("D", decode))
+        }
+        assert [child["kv_connector"] for child in children["P"]] == ["NixlConnector", "OffloadingConnector"]
+        assert [child["kv_connector"] for child in children["D"]] == ["OffloadingConnector", "NixlConnector"]
+        assert {prefill["kv_load_failure_policy"], decode["kv_load_failure_policy"]} == {"recompute"}
+        settings = children["P"][1]["kv_connector_extra_config"]
+        assert "kvconn" not in settings and children["D"][0]["kv_connector_extra_config"] == settings
+        if offload == "host":
+            assert set(settings) == {"cpu_bytes_to_use"} and made.files is None
+        else:
+            assert settings["secondary_tiers"][0]["root_dir"] == str(made.files)
+            assert settings["cpu_bytes_to_use"] == made.prefill.num_blocks * 16 * 64 * 8 * 4
+
+    @pytest.mark.parametrize("contract", ["world", "hidden-ranks"])
+    def test_without_offloading_nixl_is_alone(self, contract):
+        made = plan(Settings(offload="off", contract=contract))
+        assert "NixlConnector" in made.prefill.kv_transfer_config["kv_connector"]
+        assert made.decode.kv_transfer_config == {"kv_connector": "NixlConnector", "kv_role": "kv_consumer"}
+
+    def test_host_memory_of_all_ranks_counts(self, monkeypatch):
+        room = job.kv_bytes(plan(Settings()).prefill) + job.kv_bytes(plan(Settings()).decode)
+        monkeypatch.setattr(job, "memory_limit", lambda: room + job.OFFLOAD_BYTES)
+        plan(Settings())
+        with pytest.raises(ConfigError, match="the KV caches of P and D"):
+            plan(Settings(offload="host"))
 
     def test_prefills_pool_holds_fewer_than_are_in_flight(self):
         made = plan(Settings())
@@ -270,6 +339,21 @@ class TestPlan:
         with pytest.raises(ConfigError) as caught:
             plan(Settings(concurrency=0, pcp=0, requests=0))
         assert len(caught.value.problems) == 3
+
+
+def test_a_runs_engines_share_a_key_that_is_gone_after_it():
+    made = plan(Settings(contract="hidden-ranks"))
+    with job.fleet_key() as file:
+        assert os.stat(file).st_mode & 0o777 == 0o600
+        nixl, offload = extra(job.keyed(made.prefill, file))["connectors"]
+        assert nixl["kv_connector_extra_config"]["kvconn"]["key_file"] == file
+        assert "key_file" not in offload["kv_connector_extra_config"]["kvconn"]
+        assert extra(job.keyed(made.decode, file))["kvconn"] == {"key_file": file}
+    assert not os.path.exists(file)
+
+
+def extra(config):
+    return config.kv_transfer_config["kv_connector_extra_config"]
 
 
 class TestEntryPoint:

@@ -62,6 +62,17 @@ def test_a_small_demo_is_sound(options):
     assert_sound(code, told, 12)
 
 
+def test_offloading_brings_blocks_to_both_engines():
+    options = ("--requests", "40", "--concurrency", "4", "--pcp", "2", "--mode", "content-addressed")
+    code, told = kvconn("demo", *options, "--offload", "tiering")
+    assert_sound(code, told, 40)
+    for side in "PD":
+        done = told["report"]["offload"][side]
+        assert done["hits_host"] + done["hits_files"] <= done["asked"] and done["bytes_stored"] > 0
+        assert done["tokens_loaded"] == 16 * (done["hits_host"] + done["hits_files"])
+    assert told["report"]["offload"]["P"]["tokens_loaded"] > 0
+
+
 def test_hidden_ranks_stall_is_named_and_exits_3():
     began = time.monotonic()
     code, told = kvconn("demo", "--pcp", "3", "--contract", "hidden-ranks", "--stall-after", "4")

@@ -262,6 +262,7 @@ class TestPorts:
     def test_fine(self):
         assert levels(self.judge(remote=True)) == ["ok", "ok", "ok"]
         assert levels(self.judge(host="localhost", addresses=("127.0.0.1",))) == ["ok", "ok", "ok"]
+        assert levels(self.judge(remote=True, host="fd00::1", addresses=("fd00::1",))) == ["ok", "ok", "ok"]
 
     @pytest.mark.parametrize(
         ("changes", "level", "said"),
@@ -270,7 +271,6 @@ class TestPorts:
             ({"addresses": ("127.0.0.1",), "remote": True}, "fail", "is loopback"),
             ({"addresses": ("0.0.0.0",)}, "warn", "is every address"),
             ({"addresses": ("0.0.0.0",), "remote": True}, "fail", "is every address"),
-            ({"addresses": ("::1",)}, "fail", "is IPv6"),
             (
                 {"tried": (ports.Tried(5600, "EADDRINUSE", "process 7 (python)"),)},
                 "fail",
@@ -323,6 +323,10 @@ class TestDisk:
         assert disk.kind_of("/elsewhere", mounts) == "ext4"
 
 
+def nixl(kvconn):
+    return {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"kvconn": kvconn}}
+
+
 class TestSettings:
     def test_fine(self):
         facts = settings.gather('{"kv_connector": "NixlConnector", "kv_role": "kv_both"}')
@@ -339,6 +343,12 @@ class TestSettings:
                 multi({"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}),
                 "[0].kv_load_failure_policy: expected the engine's one policy, 'fail'",
             ),
+            (
+                multi(nixl({"key_file": "/no/such/key"})),
+                "connectors[0].kv_connector_extra_config.kvconn.key_file: /no/",
+            ),
+            (multi(nixl({"require_auth": True})), "kvconn.require_auth: expected a key_file beside it"),
+            (multi(nixl({"allow": ["host"]})), "kvconn.allow: expected networks"),
         ],
     )
     def test_not_fine(self, raw, said):

@@ -10,6 +10,7 @@ from kvconn.engine.router import (
     Failure,
     Leak,
     Mismatch,
+    Offloaded,
     Router,
     Watchdog,
     decode_blocks,
@@ -53,6 +54,21 @@ class TestSound:
         assert (report.bytes_moved, report.gb_per_s) == (4_000_000_000, 2.0)
         assert (report.blocks_stored, report.duplicates_absorbed, report.leases_expired) == (40, 3, 3)
         assert msgspec.json.decode(msgspec.json.encode(report))["finished"] == 20
+
+    def test_what_offloading_did_is_told_of_each_engine(self):
+        requests = trace_requests(2)
+        prefill, decode = pair(Clock())
+        prefill.connector = {
+            "offload_blocks_asked": 10,
+            "offload_hit_blocks_host": 4,
+            "offload_hit_blocks_secondary": 3,
+            "offload_tokens_loaded": 112,
+            "kv_offload_store_bytes": 900.0,
+            "kv_offload_load_bytes": 700.0,
+            "kv_offload_stores_skipped": 1,
+        }
+        report = make_report(run(prefill, decode, requests), expected(requests))
+        assert report.offload == {"P": Offloaded(10, 4, 3, 112, 900, 700, 1), "D": Offloaded(0, 0, 0, 0, 0, 0, 0)}
 
     def test_what_each_engine_is_sent(self):
         (request,) = requests = trace_requests(1)

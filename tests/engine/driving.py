@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
-
 from kvconn.base import (
     BlockIds,
     ConnectorMetadata,
@@ -151,19 +149,6 @@ class Bench:
     @property
     def used(self) -> int:
         return self.scheduler.pool.num_used
-
-
-class Solo:
-    """The collectives of an engine with one rank."""
-
-    rank = 0
-    world = 1
-
-    def gather_rows(self, rows: torch.Tensor, counts: Iterable[int]) -> torch.Tensor:
-        return rows
-
-    def total(self, values: torch.Tensor) -> torch.Tensor:
-        return values
 
 
 def unique_tokens(name: str, count: int) -> tuple[int, ...]:

@@ -40,10 +40,16 @@ class Starter:
         self._pids: list[int] = []
 
     def __call__(
-        self, name: str = "E", *, pcp: int = 1, transfer: dict[str, Any] | None = None, **sizes: Any
+        self,
+        name: str = "E",
+        *,
+        pcp: int = 1,
+        parallel: ParallelConfig | None = None,
+        transfer: dict[str, Any] | None = None,
+        **sizes: Any,
     ) -> EngineProcess:
         sizes = dict[str, Any](num_blocks=64, block_size=8, model=CONTENT) | sizes
-        parallel = ParallelConfig(pcp=pcp)
+        parallel = parallel or ParallelConfig(pcp=pcp)
         config = EngineConfig(
             name=name, parallel=parallel, kv_transfer_config=transfer, port=free_port(), start_timeout=SECONDS, **sizes
         )
@@ -52,7 +58,7 @@ class Starter:
         engine.start()
         own = [engine.pid, *engine.worker_pids]
         self._pids.extend(own)
-        assert len(own) == 1 + pcp and all(map(alive, own))
+        assert len(own) == 1 + parallel.world and all(map(alive, own))
         return engine
 
     def end(self) -> None:

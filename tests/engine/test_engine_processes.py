@@ -82,6 +82,25 @@ class TestRanks:
         assert told[1] == told[2] == told[3]
         assert {id: len(tokens) for id, tokens in told[1].items()} == dict.fromkeys(lengths, 5)
 
+    def test_stages_heads_and_shared_tokens_give_one_ranks_tokens(self, start: Start) -> None:
+        """Over gloo; every size and mixture is in test_topologies.py."""
+        lengths = {"a": 1, "b": 2, "c": 61, "d": 33}
+        told = []
+        for parallel in (
+            ParallelConfig(),
+            ParallelConfig(pp=2, tp=2, dcp=2),
+            ParallelConfig(pcp=2, dcp=2, dcp_interleave=8),
+        ):
+            engine = start("ranks", parallel=parallel, model=TRANSFORMER, max_num_batched_tokens=40)
+            for id, n in lengths.items():
+                engine.submit(EngineRequest(id, unique_tokens(id, n), 5))
+            told.append({id: end.tokens for id, end in ends(engine, *lengths).items()})
+            assert len(set(engine.digests(list(range(64))))) == parallel.world, "every rank has something else"
+            assert engine.drain(SECONDS)
+            assert TRANSFORMER.margin_floor < engine.stats().min_margin < 1e9
+            engine.shutdown()
+        assert told[0] == told[1] == told[2]
+
     def test_more_ranks_than_tokens(self, start: Start) -> None:
         engine = start(pcp=3, model=TRANSFORMER)
         engine.submit(EngineRequest("a", (5,), 1))
@@ -205,8 +224,7 @@ class TestConfiguration:
             "engine bad: block_size: expected at least 1, got 0",
             "engine bad: max_num_batched_tokens: expected at least 1, got 0",
             "engine bad: max_num_seqs: expected at least 1, got 0",
-            "engine bad: parallel.tp: the reference engine runs at tp 1 today, got 2",
-            "engine bad: parallel.dcp: the reference engine runs at dcp 1 today, got 3",
+            "engine bad: parallel.dcp: with pcp 2 expected tp 1 and dcp 1 or 2, got dcp 3 with tp 2",
             "engine bad: kv_transfer_config.kv_rolle: unknown key (did you mean 'kv_role'?)",
         )
 

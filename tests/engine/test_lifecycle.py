@@ -120,10 +120,11 @@ def test_a_request_that_is_refused_before_admission_frees_its_producers_blocks(
 @pytest.mark.parametrize("composition", CONSUMERS)
 def test_a_request_that_is_aborted_while_it_waits_frees_its_producers_blocks(start: Starter, composition: str) -> None:
     p, d = start("P", transfer=PRODUCER), start("D", transfer=CONSUMERS[composition], num_blocks=8, max_num_seqs=1)
-    d.submit(EngineRequest("first", unique_tokens("first", 8), 50))
-    wait_until(lambda: d.stats().running == 1, SECONDS, "the first runs")
     prompt = unique_tokens("a", 40)
-    d.submit(EngineRequest("a", prompt, 4, prefilled(p, "a", prompt)))
+    handed = prefilled(p, "a", prompt)  # before the first runs, which must not end by itself meanwhile
+    d.submit(EngineRequest("first", unique_tokens("first", 8), 56))
+    wait_until(lambda: d.stats().running == 1, SECONDS, "the first runs")
+    d.submit(EngineRequest("a", prompt, 4, handed))
     d.abort("a")
     d.abort("first")
     assert {end.reason for end in ends(d, "a", "first").values()} == {FinishReason.ABORT}

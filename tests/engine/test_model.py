@@ -11,17 +11,28 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvconn.config import ParallelConfig
 from kvconn.engine.config import EngineConfig, ModelSpec
 from kvconn.engine.content import ContentAddressed, prefix_hashes
-from kvconn.engine.model import Model, Transformer, make_model, split
+from kvconn.engine.model import Model, Transformer, make_model
+from kvconn.engine.portion import split
+from kvconn.engine.ranks import Ranks
 from kvconn.engine.request import EngineRequest, Finished
 from kvconn.engine.scheduler import Scheduled, Scheduler
-from tests.engine.driving import Solo, unique_tokens
+from tests.engine.driving import unique_tokens
+from tests.engine.threads import ignore, ranks_of
 
 SMALL = ModelSpec(n_layers=2, d_model=32, n_heads=2, d_ff=64)
 GROUPED = ModelSpec(n_layers=2, d_model=32, n_heads=4, d_ff=64, kv="gqa", n_kv_heads=2)
 CONTENT = ModelSpec(mode="content-addressed", n_layers=2)
 CONTENT_HEADS = ModelSpec(mode="content-addressed", n_layers=2, kv="gqa", n_kv_heads=4)
+
+
+def solo() -> Ranks:
+    """An engine of one rank."""
+    return ranks_of(ParallelConfig())[0]
+
+
 MODELS = {
     "transformer": SMALL,
     "transformer-gqa": GROUPED,
@@ -46,7 +57,7 @@ class Run:
         sizes = {"num_blocks": 32, "block_size": 4, "max_num_batched_tokens": 64} | sizes
         self.config = EngineConfig(name="run", model=model, **sizes)  # type: ignore[arg-type]
         self.scheduler = Scheduler(self.config, None, lambda direction, id, now: None, "fail")
-        self.model: Model = make_model(self.config, Solo())
+        self.model: Model = make_model(self.config, solo())
         self.steps = 0
         #: block tables at the end of each request
         self.tables: dict[str, list[int]] = {}
@@ -81,10 +92,6 @@ class Run:
             assert torch.equal(ours.view(torch.int64), theirs.view(torch.int64))
         else:
             torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
-
-
-def ignore(layer: int) -> None:
-    """No connector listens."""
 
 
 def asks(id: str, prompt: Iterable[int], max_tokens: int = 6) -> EngineRequest:
@@ -185,7 +192,7 @@ class TestContentAddressed:
     def decoding(self) -> tuple[ContentAddressed, Scheduled, list[int]]:
         """A request of 14 tokens, computed but for its last; ``forward`` of the batch computes that."""
         config = EngineConfig(name="content", model=CONTENT, num_blocks=12, block_size=4)
-        model = ContentAddressed(config)
+        model = ContentAddressed(config, solo())
         tokens = list(unique_tokens("a", 14))
         blocks = (7, 2, 9, 4)
         prefill = Scheduled("a", 0, 13, 0, tuple(tokens[:13]), blocks, sample=False, decode=False)
@@ -252,7 +259,7 @@ class TestContentAddressed:
         assert model.first_wrong(last, tokens) == (0, 9, 8)
 
     def test_heads_swapped_change_the_token_and_are_named(self) -> None:
-        model = ContentAddressed(EngineConfig(name="content", model=CONTENT_HEADS, num_blocks=4, block_size=4))
+        model = ContentAddressed(EngineConfig(name="content", model=CONTENT_HEADS, num_blocks=4, block_size=4), solo())
         prefill = Scheduled("a", 0, 3, 0, (5, 6, 7), (2,), sample=False, decode=False)
         model.forward([prefill], ignore, ignore)
         last = Scheduled("a", 3, 1, 3, (8,), (2,), sample=True, decode=True)
@@ -300,7 +307,7 @@ def test_split_is_contiguous_and_near_equal(n: int, parts: int) -> None:
 
 def test_make_model_makes_what_the_mode_names() -> None:
     for spec, kind in zip(MODELS.values(), (Transformer, Transformer, ContentAddressed, ContentAddressed), strict=True):
-        made = make_model(EngineConfig(name="m", model=spec, num_blocks=4), Solo())
+        made = make_model(EngineConfig(name="m", model=spec, num_blocks=4), solo())
         assert isinstance(made, kind)
         assert [tuple(cache.shape) for cache in made.caches] == [
             (4, spec.cache_heads, 16, spec.channels)

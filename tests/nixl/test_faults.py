@@ -63,13 +63,13 @@ def test_a_producer_stopped_in_mid_read_leaves_the_blocks_in_quarantine_until_it
         params = p.order("prefill", "a", BLOCKS, 2)
         p.stop()
         d.load("r", params, BLOCKS)
-        step_until(d, lambda: worker(d)._reads.quarantined(0.0))
+        step_until(d, lambda: worker(d)._reader._reads.quarantined(0.0))
         assert d.received == ["warm"]  # failed is known, released is not (C6)
         assert [p.id for p in d.aggregator.pending()] == ["r"]
         p.cont()
         step_until(d, lambda: "r" in d.received)
         assert d.failed == ["r"]
-        assert len(worker(d)._reads) == 0 and d.aggregator.pending() == []
+        assert len(worker(d)._reader._reads) == 0 and d.aggregator.pending() == []
 
 
 @pytest.mark.parametrize("transport", ["cma", "tcp"])
@@ -85,7 +85,7 @@ def test_a_lease_that_ends_in_mid_read_is_noticed_by_the_reader(d: Side, transpo
         d.load("r", p.order("prefill", "a", BLOCKS, 2, 3), BLOCKS)
         d.workers[0].bind_connector_metadata(d.scheduler.build_connector_meta(StepView(d.seq)))
         d.workers[0].start_load_kv()  # the read is posted; D's poll comes late
-        assert worker(d)._reads.handles()
+        assert worker(d)._reader._reads.handles()
         wait_until(lambda: "a" in p.order("sent"), what="the lease's end")
         assert p.order("stats")["nixl_num_kv_expired_reqs"] == expired + 1
         step_until(d, lambda: "r" in d.received)
@@ -145,7 +145,7 @@ def test_a_killed_producer_fails_the_request_and_the_next_one_is_served(d: Side,
         d.load("next", another.order("prefill", "b", BLOCKS, 3), BLOCKS)
         step_until(d, lambda: "next" in d.received)
         assert d.failed == ["r"] and d.holds(BLOCKS, 3)
-    assert len(worker(d)._reads) == 0 and d.aggregator.pending() == []
+    assert len(worker(d)._reader._reads) == 0 and d.aggregator.pending() == []
 
 
 def test_a_read_that_never_ends_is_ended_by_a_new_agent(d: Side) -> None:
@@ -157,11 +157,11 @@ def test_a_read_that_never_ends_is_ended_by_a_new_agent(d: Side) -> None:
         params = p.order("prefill", "a", BLOCKS, 2)
         p.stop()
         d.load("r", params, BLOCKS)
-        step_until(d, lambda: w._reads.quarantined(0.0))
-        name = w._transport.name
-        w._settings = _with_age(w._settings, 0.2)
+        step_until(d, lambda: w._reader._reads.quarantined(0.0))
+        name = w._agent.transport.name
+        w._reader._settings = _with_age(w._reader._settings, 0.2)
         step_until(d, lambda: "r" in d.received)
-        assert d.failed == ["r"] and w._transport.name != name
+        assert d.failed == ["r"] and w._agent.transport.name != name
         p.kill()
     with Producer(env=TCP, num_blocks=64) as another:
         d.load("next", another.order("prefill", "b", BLOCKS, 3), BLOCKS)
@@ -196,13 +196,13 @@ def test_more_blocks_than_may_be_in_quarantine_are_ended_by_a_new_agent_at_once(
             both.load("warm", p.order("prefill", "warm", BLOCKS, 1), BLOCKS)
             step_until(both, lambda: both.received == ["warm"])
             assert both.failed == []
-            name = worker(both)._transport.name
+            name = worker(both)._agent.transport.name
             params = p.order("prefill", "a", BLOCKS, 2)
             p.stop()
             both.load("r", params, BLOCKS)
             step_until(both, lambda: "r" in both.received)
             assert both.failed == ["r"] and "not done after 0.5 s" in both.reasons["r"]
-            assert worker(both)._transport.name != name
+            assert worker(both)._agent.transport.name != name
         assert both.stats.values["agent_recreations"] == 1
         for n in range(4):  # the first may still meet the old agent; nothing wrong is handed over
             serve(f"after{n}", 6 + n)
@@ -216,15 +216,15 @@ def test_more_blocks_than_may_be_in_quarantine_are_ended_by_a_new_agent_at_once(
 
 def test_an_agent_that_can_not_be_made_anew_fails_loads_until_it_can(d: Side, monkeypatch: pytest.MonkeyPatch) -> None:
     w = worker(d)
-    make, refusals = w._make_transport, [TransportError("no memory"), TransportError("no memory")]
-    monkeypatch.setattr(w, "_make_transport", lambda: make() if not refusals else _raise(refusals.pop()))
-    monkeypatch.setattr("kvconn.nixl.worker.REOPEN", 0.05)
+    make, refusals = w._agent._make, [TransportError("no memory"), TransportError("no memory")]
+    monkeypatch.setattr(w._agent, "_make", lambda: make() if not refusals else _raise(refusals.pop()))
+    monkeypatch.setattr("kvconn.nixl.agent.REOPEN", 0.05)
     w._recreate("a test wants it", time.perf_counter())
     with Producer(num_blocks=64) as p:
         d.load("r", p.order("prefill", "a", BLOCKS, 1), BLOCKS)
         step_until(d, lambda: "r" in d.received)
         assert d.failed == ["r"] and "no NIXL agent" in d.reasons["r"]
-        step_until(d, lambda: w._transport is not None)
+        step_until(d, lambda: w._agent.transport is not None)
         assert refusals == []
 
 
@@ -232,7 +232,7 @@ def test_a_new_agent_that_can_not_register_its_memory_is_destroyed_before_the_ne
     d: Side, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     w = worker(d)
-    make, closed = w._make_transport, []
+    make, closed = w._agent._make, []
 
     def without_memory() -> Any:
         transport = make()
@@ -241,9 +241,9 @@ def test_a_new_agent_that_can_not_register_its_memory_is_destroyed_before_the_ne
         transport.close = lambda: (closed.append(transport.name), close())
         return transport
 
-    monkeypatch.setattr(w, "_make_transport", without_memory)
+    monkeypatch.setattr(w._agent, "_make", without_memory)
     w._recreate("a test wants it", time.perf_counter())
-    assert w._transport is None and len(closed) == 1
+    assert w._agent.transport is None and len(closed) == 1
 
 
 def _raise(err: Exception) -> Any:
@@ -270,8 +270,8 @@ def test_one_engine_under_two_addresses_stays_readable_when_one_of_them_is_forgo
         step_until(d, lambda: "alias" in d.received)
         assert d.failed == ["alias"]  # the seal names the address
         w = worker(d)
-        (alias,) = [peer for peer in w._peers.ready() if peer.key[1] == "localhost"]
-        w._drop(alias, "evicted")
+        (alias,) = [peer for peer in w._contacts._peers.ready() if peer.key[1] == "localhost"]
+        w._contacts.drop([alias], "evicted")
         d.load("c", p.order("prefill", "c", BLOCKS, 3), BLOCKS)
         step_until(d, lambda: "c" in d.received)
         assert d.failed == ["alias"] and d.holds(BLOCKS, 3)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from kvconn.base import FinishReason, RequestView, StepRequest
+from kvconn.geometry import Place
 from kvconn.nixl.checks import Checks, Verdict
 from kvconn.nixl.fence import Fence, FenceSlots, FenceWords, fresh_key, prompt_digest, seal, seal_fits
 from kvconn.params import KvconnRef, RemoteRef
@@ -63,27 +64,51 @@ class TestWords:
         assert words.address % 4096 == 0 and words.slot_address(2) == words.address + 16
 
 
+AT = Place(0, 0)
+
+
 class TestChecks:
     def test_equal_is_held_and_different_is_read_once_more(self) -> None:
+        words = {0: 41}
         checks = Checks(1)
-        assert checks.begin("r", Fence(7, 42)) and checks.scratch("r") is None
-        assert checks.target("r") == (7, 0)
-        assert checks.judge("r", 41) is Verdict.AGAIN
-        checks.target("r")
-        assert checks.judge("r", 42) is Verdict.HELD
-        assert checks.judge("r", 0) is Verdict.STALE
+        assert checks.begin("r", Fence(7, 42), [AT]) and checks.judge("r", words.__getitem__) is Verdict.AGAIN
+        assert checks.targets("r") == [(AT, 7, 0)]
+        assert checks.judge("r", words.__getitem__) is Verdict.AGAIN
+        checks.targets("r")
+        assert checks.judge("r", words.__getitem__) is Verdict.STALE
+        words[0] = 42
+        assert checks.judge("r", words.__getitem__) is Verdict.HELD
+
+    def test_every_source_that_is_read_has_a_word_and_only_those_that_differ_are_read_again(self) -> None:
+        places = [Place(0, 0), Place(0, 1), Place(1, 1)]
+        words = {0: 42, 1: 41, 2: 42}
+        checks = Checks(3)
+        assert checks.begin("r", Fence(7, 42), places)
+        assert checks.targets("r") == [(place, 7, scratch) for scratch, place in enumerate(places)]
+        assert checks.judge("r", words.__getitem__) is Verdict.AGAIN
+        assert checks.targets("r") == [(places[1], 7, 1)]
+        assert checks.judge("r", words.__getitem__) is Verdict.STALE
+
+    def test_a_life_gets_scratch_for_all_its_sources_or_none(self) -> None:
+        checks = Checks(2)
+        assert not checks.begin("a", Fence(1, 1), [AT] * 3)
+        assert checks.begin("b", Fence(1, 1), [AT] * 2) and len(checks) == 1
 
     def test_a_scratch_word_is_one_lifes_until_it_ends(self) -> None:
         checks = Checks(1)
-        assert checks.begin("a", Fence(1, 1)) and not checks.begin("b", Fence(2, 2))
+        assert checks.begin("a", Fence(1, 1), [AT]) and not checks.begin("b", Fence(2, 2), [AT])
         checks.end("a"), checks.end("a")
-        assert checks.begin("b", Fence(2, 2)) and not checks.begin("c", Fence(3, 3))
+        assert checks.begin("b", Fence(2, 2), [AT]) and not checks.begin("c", Fence(3, 3), [AT])
 
 
 REF = RemoteRef("P", "t", "127.0.0.1", 5600, ((1, 2, 3),), 48)
 
 
-PROMPT = prompt_digest([1, 2, 3], 3)
+def digest(tokens: list[int], n: int, beside: bytes = b"") -> bytes:
+    return prompt_digest(RequestView("r", len(tokens), len(tokens), None, lambda: tokens, beside=lambda _: beside), n)
+
+
+PROMPT = digest([1, 2, 3], 3)
 
 
 class TestSeal:
@@ -91,7 +116,8 @@ class TestSeal:
         key, fence = fresh_key(), Fence(4, 99)
         good = KvconnRef(4, 99, seal(key, REF, fence, PROMPT))
         assert seal_fits(key, replaced(kvconn=good), PROMPT)
-        assert not seal_fits(key, replaced(kvconn=good), prompt_digest([1, 2, 4], 3))
+        assert not seal_fits(key, replaced(kvconn=good), digest([1, 2, 4], 3))
+        assert not seal_fits(key, replaced(kvconn=good), digest([1, 2, 3], 3, b"with a picture"))
         assert not seal_fits(fresh_key(), replaced(kvconn=good), PROMPT)
         for change in (
             {"block_ids": ((1, 2, 4),)},

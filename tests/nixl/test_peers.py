@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from kvconn.nixl.peers import Peer, PeerKey, Peers, PeerState, Work
+from kvconn.nixl.peers import Peer, PeerKey, Peers, PeerState, Source, Work
 from kvconn.nixl.plan import Plan
 
-KEY: PeerKey = ("P", "10.0.0.1", 5600)
+KEY = PeerKey("P", "10.0.0.1", 5600)
 PLAN = Plan((), 8)
+SOURCE = Source("agent", PLAN)
 
 
 class Recorder:
@@ -30,13 +33,13 @@ def ran() -> Recorder:
 
 
 def key(index: int) -> PeerKey:
-    return f"P{index}", "h", 1 + index
+    return PeerKey(f"P{index}", "h", 1 + index)
 
 
 def ready_peer(now: float = 0.0) -> Peer:
     peer = Peer(KEY)
     peer.want(lambda *_: None, now, 10)
-    peer.ready("agent", PLAN, now)
+    peer.ready((SOURCE,), now)
     return peer
 
 
@@ -46,9 +49,9 @@ class TestStates:
         assert peer.state is PeerState.UNKNOWN
         assert [peer.want(ran.work(name), 1.0, 10) for name in "abc"] == [True, False, False]
         assert (peer.state, ran.calls, peer.idle) == (PeerState.HANDSHAKING, [], False)
-        peer.ready("agent", PLAN, 2.0)
+        peer.ready((SOURCE,), 2.0)
         assert ran.calls == [(name, True, "", 2.0) for name in "abc"]
-        assert (peer.state, peer.agent, peer.plan, peer.idle) == (PeerState.READY, "agent", PLAN, True)
+        assert (peer.state, peer.sources, peer.idle) == (PeerState.READY, (SOURCE,), True)
 
     def test_work_for_a_ready_peer_runs_at_once(self, ran: Recorder) -> None:
         peer = ready_peer()
@@ -83,7 +86,7 @@ class TestStates:
             now += wait
         assert waits == [1, 2, 4, 8, 16, 32, 60, 60]
         assert peer.want(lambda *_: None, now, 10)
-        peer.ready("agent", PLAN, now)
+        peer.ready((SOURCE,), now)
         peer.failed("its agent was made anew", now)
         assert peer._retry_at == now + 1.0
 
@@ -93,7 +96,7 @@ class TestStates:
             peer.want(ran.work(name), 1.0, 2)
         assert not peer.want(ran.work("c"), 1.0, 2)
         assert ran.calls == [("c", False, "2 requests wait for this peer's handshake already", 1.0)]
-        peer.ready("agent", PLAN, 2.0)
+        peer.ready((SOURCE,), 2.0)
         assert [call[0] for call in ran.calls] == ["c", "a", "b"]
 
     def test_a_draining_peer_takes_no_new_work(self, ran: Recorder) -> None:
@@ -110,7 +113,7 @@ class TestStates:
             peer.want(ran.work("second"), now, 10)
 
         peer.want(again, 0.0, 10)
-        peer.ready("agent", PLAN, 1.0)
+        peer.ready((SOURCE,), 1.0)
         assert [call[0] for call in ran.calls] == ["first", "second"]
 
     def test_repr_is_one_line(self, ran: Recorder) -> None:
@@ -120,12 +123,21 @@ class TestStates:
 
 
 class TestTable:
-    def test_peers_are_told_apart_by_engine_host_and_port(self, ran: Recorder) -> None:
+    def test_peers_are_told_apart_by_engine_address_and_sizes(self, ran: Recorder) -> None:
         peers = Peers()
-        keys = [KEY, ("Q", *KEY[1:]), (KEY[0], "other", KEY[2]), (*KEY[:2], 1)]
+        changes: list[dict[str, Any]] = [
+            {},
+            {"engine": "Q"},
+            {"host": "other"},
+            {"port": 1},
+            {"tp": 2},
+            {"pp": 2},
+            {"dcp": 2},
+        ]
+        keys = [KEY._replace(**change) for change in changes]
         assert all(peers.want(k, ran.work("w"), 0.0) for k in keys)
         assert not peers.want(KEY, ran.work("w"), 0.0)
-        assert len(peers) == 4
+        assert len(peers) == 7
 
     def test_one_peers_failure_is_not_anothers(self, ran: Recorder) -> None:
         peers = Peers()
@@ -136,7 +148,7 @@ class TestTable:
         assert second is not None
         first.failed("down", 1.0)
         assert [call[0] for call in ran.calls] == ["w0"]
-        second.ready("agent", PLAN, 1.0)
+        second.ready((SOURCE,), 1.0)
         assert (peers.ready(), repr(peers)) == ([second], "Peers(invalid=1 ready=1)")
 
     def table(self, n: int, peers_max: int = 100) -> Peers:
@@ -146,7 +158,7 @@ class TestTable:
             peers.want(key(index), lambda *_: None, float(index))
             peer = peers.get(key(index))
             assert peer is not None
-            peer.ready(f"agent{index}", PLAN, float(index))
+            peer.ready((Source(f"agent{index}", PLAN),), float(index))
         return peers
 
     def test_over_the_bound_the_longest_idle_go_and_take_no_new_work(self) -> None:

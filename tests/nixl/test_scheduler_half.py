@@ -17,7 +17,7 @@ from kvconn.metrics import Stats
 from kvconn.nixl.metadata import NixlHandshake, NixlStep, SendSpec
 from kvconn.nixl.scheduler import NixlScheduler
 from kvconn.nixl.wire import HandshakePayload, WireCodec
-from kvconn.params import RemoteRef, parse_remote, to_params
+from kvconn.params import PeerKey, RemoteRef, parse_remote, to_params
 from tests.support import free_port
 
 BLOCK = 16
@@ -429,7 +429,8 @@ class TestHeartbeats:
             half.arrived(remote(id, transfer=f"t-{id}", engine=peer))
         half.allocated(half_asked(half, remote("d", transfer="t-d")), blocks((1, 2, 3)), 48, 0.0)
         beats = dict(half.step(100.0).heartbeats)
-        assert beats == {("P", "127.0.0.1", 5600): ("t-a", "t-b", "t-d"), ("Q", "127.0.0.1", 5600): ("t-c",)}
+        p = PeerKey("P", "127.0.0.1", 5600)
+        assert beats == {p: ("t-a", "t-b", "t-d"), p._replace(engine="Q"): ("t-c",)}
 
     def test_they_start_while_a_request_only_waits_and_come_six_times_a_lease(self, make: MAKE) -> None:
         half = make()

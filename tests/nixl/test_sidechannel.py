@@ -12,9 +12,9 @@ import pytest
 import zmq
 
 from kvconn.errors import ConfigError
-from kvconn.nixl.peers import PeerKey
 from kvconn.nixl.sidechannel import HandshakeClient, HandshakeResult, HandshakeServer
 from kvconn.nixl.wire import MAX_REQUEST, encode_request
+from kvconn.params import PeerKey
 from tests.support import free_port, wait_until
 
 HOST = "127.0.0.1"
@@ -86,7 +86,7 @@ def port_of(server: HandshakeServer) -> int:
 
 
 def key(port: int, host: str = HOST) -> PeerKey:
-    return "P", host, port
+    return PeerKey("P", host, port)
 
 
 def answers(client: HandshakeClient, n: int, seconds: float = 20.0) -> list[HandshakeResult]:
@@ -198,7 +198,7 @@ class TestServer:
         assert "closed" in repr(server)
 
     def test_repr_is_one_line(self, server: HandshakeServer) -> None:
-        assert repr(server) == "HandshakeServer(listening payloads=2 dropped=0)"
+        assert repr(server) == "HandshakeServer(listening payloads=2 dropped=0 refused=0)"
 
 
 class TestClient:
@@ -206,9 +206,10 @@ class TestClient:
         self, server: HandshakeServer, client: Callable[[float], HandshakeClient]
     ) -> None:
         asking = client(10.0)
-        asking.start(key(port_of(server)), tp=1)
+        number = asking.start(key(port_of(server)), tp=1)
         (result,) = answers(asking, 1)
         assert (result.key, result.payload, result.why) == (key(port_of(server)), b"payload of rank 1", "")
+        assert result.ask == number
         assert result.clock_offset is not None
         assert abs(result.clock_offset) < 10.0  # one process, one clock: at most the round trip
 
@@ -233,14 +234,14 @@ class TestClient:
             """``n`` whole rounds of the thread: an ask that is refused at once comes back in each."""
             for _ in range(n):
                 seen = got.count("refused")
-                asking.start(("refused", "a;b", 1))
+                asking.start(PeerKey("refused", "a;b", 1))
                 wait_until(
                     lambda was=seen: bool(got.extend(r.key[0] for r in asking.results())) or got.count("refused") > was
                 )
 
         try:
             for name in ("first", "second"):
-                asking.start((name, HOST, silent))
+                asking.start(PeerKey(name, HOST, silent))
                 rounds(1)
                 now += 5.0
             rounds(2)  # at 10: the second of them begins after the deadlines of the first were judged
@@ -347,4 +348,4 @@ class TestClient:
         assert repr(asking).startswith("HandshakeClient(closed ")
 
     def test_repr_is_one_line(self, client: Callable[[float], HandshakeClient]) -> None:
-        assert repr(client(1.0)) == "HandshakeClient(running pending=0)"
+        assert repr(client(1.0)) == "HandshakeClient(running pending=0 naming=0)"

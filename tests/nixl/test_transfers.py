@@ -10,17 +10,18 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from kvconn.nixl.transfers import Reads, Settled
+from kvconn.params import PeerKey
 
-P = ("P", "h", 1)
-Q = ("Q", "h", 2)
+P = PeerKey("P", "h", 1)
+Q = PeerKey("Q", "h", 2)
 
 
-def reading(*handles: int, id: str = "r", n: int = 1, peer: tuple[str, str, int] = P, deadline: float = 60.0) -> Reads:
+def reading(*handles: int, id: str = "r", n: int = 1, peer: PeerKey = P, deadline: float = 60.0) -> Reads:
     """One life with these handles posted and nothing more to post."""
     reads = Reads()
     reads.begin(id, n, peer, deadline)
     for handle in handles:
-        reads.posted(id, handle)
+        reads.posted(id, handle, peer.engine)
     reads.posted_all(id)
     return reads
 
@@ -42,7 +43,7 @@ class TestSuccess:
         reads = Reads()
         reads.begin("r", 1, P, 60.0)
         assert reads.settle() == []
-        reads.posted("r", 1)
+        reads.posted("r", 1, "P")
         reads.done(1)
         assert reads.settle() == []
         reads.posted_all("r")
@@ -51,7 +52,7 @@ class TestSuccess:
     def test_lives_settle_each_on_its_own(self) -> None:
         reads = reading(1, id="a")
         reads.begin("b", 2, P, 60.0)
-        reads.posted("b", 2)
+        reads.posted("b", 2, "P")
         reads.posted_all("b")
         reads.done(2)
         assert reads.settle() == [Settled("b", 2, None)]
@@ -85,20 +86,20 @@ class TestFailedIsNotQuiet:
         reads = reading(1)
         reads.error(1)
         reads.fail("r", "ERR", now=5.0)
-        assert reads.peer_gone(Q) == []
+        assert reads.agent_gone("Q") == []
         assert reads.settle() == []
-        assert reads.peer_gone(P) == [1]
+        assert reads.agent_gone("P") == [1]
         assert reads.settle() == [Settled("r", 1, "ERR")]
-        assert (reads.errors(), reads.peer_gone(P)) == ([], [])
+        assert (reads.errors(), reads.agent_gone("P")) == ([], [])
 
     def test_a_gone_peer_does_not_quiet_what_is_still_in_progress(self) -> None:
         reads = reading(1, 2)
         reads.error(1)
         reads.fail("r", "ERR", now=5.0)
-        assert reads.peer_gone(P) == [1]
+        assert reads.agent_gone("P") == [1]
         assert (reads.settle(), reads.handles()) == ([], [2])
         reads.error(2)
-        assert reads.peer_gone(P) == [2]
+        assert reads.agent_gone("P") == [2]
         assert len(reads.settle()) == 1
 
     def test_after_our_agent_is_destroyed_everything_is_quiet(self) -> None:
@@ -113,7 +114,7 @@ class TestFailedIsNotQuiet:
         reads = Reads()
         reads.begin("r", 1, P, 60.0)
         reads.fail("r", "the post raised", now=5.0)
-        reads.posted("r", 9)
+        reads.posted("r", 9, "P")
         assert reads.settle() == []
         reads.done(9)
         assert reads.settle() == [Settled("r", 1, "the post raised")]
@@ -188,25 +189,25 @@ class ReadsAgainstAModel(RuleBasedStateMachine):
         self.reads = self.reads_class()
         self.next = 0
         self.lives: dict[str, dict[str, Any]] = {}
-        self.handles: dict[int, tuple[str, str]] = {}  # not quiet: id, "proc" or "err"
+        self.handles: dict[int, tuple[str, str, str]] = {}  # not quiet: id, agent, "proc" or "err"
         self.settled: set[str] = set()
 
     def some(self, data: st.DataObject, what: Any) -> Any:
         return data.draw(st.sampled_from(sorted(what)))
 
-    @rule(peer=st.sampled_from([P, Q]))
-    def begin(self, peer: tuple[str, str, int]) -> None:
+    @rule()
+    def begin(self) -> None:
         self.next += 1
-        self.reads.begin(f"r{self.next}", self.next, peer, 60.0)
-        self.lives[f"r{self.next}"] = {"peer": peer, "posting": True, "failed": None}
+        self.reads.begin(f"r{self.next}", self.next, P, 60.0)
+        self.lives[f"r{self.next}"] = {"posting": True, "failed": None}
 
     @precondition(lambda self: any(life["posting"] for life in self.lives.values()))
-    @rule(data=st.data(), last=st.booleans())
-    def post(self, data: st.DataObject, last: bool) -> None:
+    @rule(data=st.data(), last=st.booleans(), agent=st.sampled_from("PQ"))
+    def post(self, data: st.DataObject, last: bool, agent: str) -> None:
         id = self.some(data, [id for id, life in self.lives.items() if life["posting"]])
         self.next += 1
-        self.reads.posted(id, self.next)
-        self.handles[self.next] = (id, "proc")
+        self.reads.posted(id, self.next, agent)
+        self.handles[self.next] = (id, agent, "proc")
         if last:
             self.reads.posted_all(id)
             self.lives[id]["posting"] = False
@@ -219,30 +220,30 @@ class ReadsAgainstAModel(RuleBasedStateMachine):
         self.lives[id]["failed"] = self.lives[id]["failed"] or why
         self.lives[id]["posting"] = False
 
-    @precondition(lambda self: any(state == "proc" for _, state in self.handles.values()))
+    @precondition(lambda self: any(state == "proc" for *_, state in self.handles.values()))
     @rule(data=st.data(), error=st.booleans())
     def handle_ends(self, data: st.DataObject, error: bool) -> None:
-        handle = self.some(data, [h for h, (_, state) in self.handles.items() if state == "proc"])
-        id = self.handles[handle][0]
+        handle = self.some(data, [h for h, (*_, state) in self.handles.items() if state == "proc"])
+        id, agent, _ = self.handles[handle]
         if not error:
             self.reads.done(handle)
             del self.handles[handle]
             return
         assert self.reads.error(handle) == id
-        self.handles[handle] = (id, "err")
+        self.handles[handle] = (id, agent, "err")
         self.reads.fail(id, "ERR", 1.0)
         self.lives[id].update(failed=self.lives[id]["failed"] or "ERR", posting=False)
 
-    @rule(peer=st.sampled_from([P, Q]))
-    def peer_gone(self, peer: tuple[str, str, int]) -> None:
-        gone = [h for h, (id, state) in self.handles.items() if state == "err" and self.lives[id]["peer"] == peer]
-        assert sorted(self.reads.peer_gone(peer)) == sorted(gone)
+    @rule(agent=st.sampled_from("PQ"))
+    def agent_gone(self, agent: str) -> None:
+        gone = [h for h, (_, of, state) in self.handles.items() if (of, state) == (agent, "err")]
+        assert sorted(self.reads.agent_gone(agent)) == sorted(gone)
         for handle in gone:
             del self.handles[handle]
 
     @rule()
     def settle(self) -> None:
-        busy = {id for id, _ in self.handles.values()}
+        busy = {id for id, *_ in self.handles.values()}
         over = {id for id, life in self.lives.items() if id not in busy and not life["posting"]}
         settled = self.reads.settle()
         assert {s.id for s in settled} == over
@@ -253,8 +254,8 @@ class ReadsAgainstAModel(RuleBasedStateMachine):
 
     @invariant()
     def handles_are_the_models(self) -> None:
-        assert sorted(self.reads.handles()) == sorted(h for h, (_, s) in self.handles.items() if s == "proc")
-        assert sorted(self.reads.errors()) == sorted(h for h, (_, s) in self.handles.items() if s == "err")
+        assert sorted(self.reads.handles()) == sorted(h for h, (*_, s) in self.handles.items() if s == "proc")
+        assert sorted(self.reads.errors()) == sorted(h for h, (*_, s) in self.handles.items() if s == "err")
         assert len(self.reads) == len(self.lives)
 
     def teardown(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
@@ -176,15 +177,16 @@ IMPOSSIBLE: list[tuple[str, dict[str, Any]]] = [
     ("region_names", {"region_names": ["a"]}),
     ("region_mem_types", {"region_mem_types": ["DRAM"] * 3}),
     ("impossible", {"num_blocks": 0}),
-    ("impossible", {"num_blocks": -4}),
+    ("num_blocks", {"num_blocks": -4}),
     ("impossible", {"block_size": 0}),
     ("impossible", {"kv_caches_base_addr": [], "block_lens": [], "block_strides": []}),
     ("block_lens <= block_strides", {"block_lens": [0, 64]}),
-    ("block_lens <= block_strides", {"block_lens": [-1, 64]}),
+    ("block_lens", {"block_lens": [-1, 64]}),
     ("block_lens <= block_strides", {"block_strides": [64, 63]}),
-    ("base addresses", {"kv_caches_base_addr": [-1, 0]}),
-    ("base addresses", {"kv_caches_base_addr": [0, 1 << 63]}),
-    ("address space", {"block_strides": [64, (1 << 64) - 1]}),
+    ("kv_caches_base_addr", {"kv_caches_base_addr": [-1, 0]}),
+    ("kv_caches_base_addr", {"kv_caches_base_addr": [0, 1 << 63]}),
+    ("block_strides", {"block_strides": [64, (1 << 64) - 1]}),
+    ("address space", {"block_strides": [64, (1 << 63) - 1]}),
     ("address space", {"kv_caches_base_addr": [0, (1 << 63) - 64]}),
     ("address space", {"num_blocks": 1 << 62}),
     ("malformed", {"kv_caches_base_addr": None}),
@@ -193,6 +195,9 @@ IMPOSSIBLE: list[tuple[str, dict[str, Any]]] = [
     ("malformed", {"num_blocks": 4.5}),
     ("malformed", {"engine_id": None}),
     ("malformed", {"ssm_sizes": [1]}),
+    ("length <= 512", {"engine_id": "e" * 513}),
+    ("length <= 512", {"region_names": ["a", "b" * 513]}),
+    ("length >= 1", {"agent_metadata": b""}),
 ]
 
 
@@ -214,7 +219,23 @@ class TestMetadata:
     def test_more_regions_than_any_engine_has_are_refused(self) -> None:
         n = (1 << 16) + 1
         change = {"kv_caches_base_addr": [0] * n, "block_lens": [1] * n, "block_strides": [1] * n}
-        assert "impossible" in peer_error(lambda: CODEC.decode_metadata(payload(**change), "P@h:1"), "agent metadata")
+        found = peer_error(lambda: CODEC.decode_metadata(payload(**change), "P@h:1"), "agent metadata")
+        assert "length <= 65536" in found
+
+    def test_a_list_is_refused_by_the_length_it_claims_and_not_made(self) -> None:
+        """One byte an entry on the wire, eight and more in memory."""
+        endless = pack({**STOCK, "kv_caches_base_addr": [0] * 8_000_000})
+        tracemalloc.start()
+        try:
+            peer_error(lambda: CODEC.decode_metadata(HandshakePayload("h", endless), "P@h:1"), "agent metadata")
+            assert tracemalloc.get_traced_memory()[1] < 1 << 20
+        finally:
+            tracemalloc.stop()
+
+    def test_factors_are_few_and_short(self) -> None:
+        for factors in ({str(i): "" for i in range(65)}, {"a" * 513: ""}, {"a": "b" * 4097}):
+            frame = pack({"compatibility_hash": "h", "agent_metadata_bytes": b"", "kvconn": {"factors": factors}})
+            assert "length <= " in peer_error(lambda f=frame: CODEC.decode_payload(f, "P@h:1"), "handshake payload")
 
 
 JSON = st.recursive(

@@ -22,6 +22,8 @@ from kvconn.offload.events import BlockRemoved, BlockStored
 
 MODEL = ModelSpec(mode="content-addressed", n_layers=2, latent=6, rope=2)
 SIZE = 16
+#: as the engine's loop pauses
+EMPTY_STEP_PAUSE = 1e-3
 BLOCK_BYTES = SIZE * MODEL.row * 8 * MODEL.n_layers
 
 
@@ -94,8 +96,8 @@ class LocalEngine:
             request = EngineRequest(request.id, request.prompt, request.output_length)
         self.scheduler.add(request, time.perf_counter())
 
-    def step(self) -> None:
-        """As :class:`kvconn.engine.core.EngineCore` does."""
+    def step(self) -> bool:
+        """As :class:`kvconn.engine.core.EngineCore` does. True when tokens were computed."""
         step = self.scheduler.schedule(time.perf_counter())
         metadata = self.connector.build_connector_meta(step.view) if self.connector is not None else None
         output = self.worker.step(step, metadata)
@@ -109,6 +111,7 @@ class LocalEngine:
             self.events += self.connector.take_events()
             for stats in (part.kv_connector_stats, self.connector.get_kv_connector_stats()):
                 self.totals = self.totals if stats is None else self.totals.aggregate(stats)
+        return bool(step.requests)
 
     def run(self, requests: Iterable[TraceRequest], *, concurrency: int = 1, seconds: float = 100.0) -> None:
         """All of them, ``concurrency`` in flight; then until nothing is under way."""
@@ -116,7 +119,8 @@ class LocalEngine:
         while todo or self.scheduler.has_work():
             while todo and len(self.scheduler.requests) < concurrency:
                 self.add(todo.pop())
-            self.step()
+            if not self.step():
+                time.sleep(EMPTY_STEP_PAUSE)  # or copying threads would fight this one for the interpreter
             assert time.monotonic() < deadline, f"{self.scheduler!r} {self.connector!r}"
 
     def count(self, name: str) -> int:

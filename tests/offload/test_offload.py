@@ -14,6 +14,7 @@ from kvconn.base import FinishReason, KVBlocks, LayerView, RequestView, StepRequ
 from kvconn.config import Limits, OffloadSettings, parse_extra
 from kvconn.errors import ConfigError
 from kvconn.metrics import Stats
+from kvconn.offload import copier as copier_module
 from kvconn.offload import worker as offload_worker
 from kvconn.offload.connector import OffloadingConnector
 from kvconn.offload.events import BlockRemoved, BlockStored
@@ -228,7 +229,7 @@ def test_a_block_is_offered_only_when_every_rank_stored_its_share(sides: list[Si
 
 def test_one_rank_that_cannot_store_its_share_loses_the_block(sides: list[Side], mocker: Any) -> None:
     side = make(sides, pcp=2)
-    mocker.patch.object(worker(side, 1), "_move", side_effect=OSError)
+    mocker.patch.object(worker(side, 1), "_copy", side_effect=OSError)
     side.prefill("a", [1, 2], seed=1)
     settled(side)
     assert side.stats.values["kv_offload_stores_skipped"] == 2 and len(scheduler(side).index) == 0
@@ -307,7 +308,7 @@ class SlowCopies:
         self.inside = threading.Event()
         self.go = threading.Event()
         self.free = threading.get_ident()
-        real = offload_worker.ctypes.memmove
+        real = copier_module.ctypes.memmove
 
         def memmove(*args: Any) -> None:
             if threading.get_ident() != self.free:
@@ -315,7 +316,7 @@ class SlowCopies:
                 assert self.go.wait(20)
             real(*args)
 
-        mocker.patch.object(offload_worker, "ctypes", mocker.Mock(memmove=memmove))
+        mocker.patch.object(copier_module, "ctypes", mocker.Mock(memmove=memmove))
 
 
 def overwrite(side: Side, blocks: list[int], seed: int) -> None:
@@ -329,7 +330,7 @@ def overwrite(side: Side, blocks: list[int], seed: int) -> None:
     for one in side.workers:
         one.handle_preemptions(meta)
     side.write(blocks, seed)
-    side.finish_step([side.rank_step(rank, meta) for rank in range(side.pcp)])
+    side.finish_step([side.rank_step(rank, meta) for rank in side.ranks])
 
 
 def test_a_store_that_waits_is_finished_before_its_block_is_overwritten(sides: list[Side], mocker: Any) -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from kvconn.nixl.peers import PeerKey
 from kvconn.nixl.sidechannel import HandshakeResult
+from kvconn.params import PeerKey
 
-#: (host, port) -> payload
-Directory = dict[tuple[str, int], bytes]
+#: (host, port) -> payload by (pp, tp)
+Directory = dict[tuple[str, int], dict[tuple[int, int], bytes]]
 
 
 class Server:
@@ -21,7 +23,7 @@ class Server:
         self.replace(payloads)
 
     def replace(self, payloads: Mapping[tuple[int, int], bytes]) -> None:
-        self._directory[self._place] = payloads[0, 0]
+        self._directory[self._place] = dict(payloads)
 
     def close(self) -> None:
         """The next engine at this place has published itself already."""
@@ -33,19 +35,29 @@ class Client:
     def __init__(self, world: Any, timeout: float) -> None:
         self._world, self._timeout = world, timeout
         self._asked: deque[tuple[float, HandshakeResult]] = deque()
+        self._silent: set[int] = set()
+        self._numbers = itertools.count(1)
 
-    def start(self, key: PeerKey, pp: int = 0, tp: int = 0) -> None:
-        found = self._world.directory.get(key[1:])
-        result = HandshakeResult(key, found, "" if found is not None else "cannot connect")
+    def start(self, key: PeerKey, pp: int = 0, tp: int = 0) -> int:
+        found = self._world.directory.get((key.host, key.port), {}).get((pp, tp))
+        result = HandshakeResult(key, found, "" if found is not None else "cannot connect", ask=next(self._numbers))
         self._asked.append((self._world.clock() + self._timeout, result))
+        return result.ask
+
+    def silence(self) -> None:
+        """Who was asked last never answers."""
+        deadline, result = self._asked.pop()
+        self._asked.append((deadline, replace(result, payload=None, why="no answer in time")))
+        self._silent.add(result.ask)
 
     def results(self) -> list[HandshakeResult]:
         out: list[HandshakeResult] = []
         now, mute = self._world.clock(), self._world.mute
         for deadline, result in list(self._asked):
-            if mute and now < deadline:
+            if (mute or result.ask in self._silent) and now < deadline:
                 continue
-            out.append(HandshakeResult(result.key, None, "no answer in time") if mute else result)
+            self._silent.discard(result.ask)
+            out.append(replace(result, payload=None, why="no answer in time") if mute else result)
             self._asked.remove((deadline, result))
         return out
 

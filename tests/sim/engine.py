@@ -179,7 +179,7 @@ class Engine:
 
     @property
     def transport(self) -> Any:
-        return self.half._transport
+        return self.half._agent.transport
 
     @property
     def agent(self) -> str:

@@ -18,6 +18,7 @@ from kvconn.aggregator import KVOutputAggregator
 from kvconn.ledger import CompletionLedger
 from kvconn.multi.policy import EngineGate
 from kvconn.nixl.checks import Checks, Verdict
+from kvconn.nixl.reader import Reader
 from kvconn.nixl.scheduler import NixlScheduler
 from kvconn.nixl.transfers import Reads, Settled
 from kvconn.nixl.worker import NixlWorker
@@ -62,18 +63,17 @@ def counting() -> Iterator[None]:
 
 def free_on_release() -> AbstractContextManager[Any]:
     """At its deadline a read is released, and the release is taken for its end (F1)."""
-    original = NixlWorker._overdue
+    original = Reader._overdue
 
-    def mutant(self: NixlWorker, id: str, now: float) -> None:
+    def mutant(self: Reader, id: str, now: float) -> None:
         original(self, id, now)
         for handle in list(self._reads._open[id].handles):
-            peer, _, _ = self._started.pop(handle)
-            peer.posted -= 1
+            self._posted.pop(handle).peer.ended()
             self._looking.discard(handle)
-            del self._transport._reads[handle]  # type: ignore[union-attr]  # what a release does that refuses nothing
+            del self._agent.transport._reads[handle]  # type: ignore[union-attr]  # what a release does that refuses nothing
             self._reads.done(handle)
 
-    return patch.object(NixlWorker, "_overdue", mutant)
+    return patch.object(Reader, "_overdue", mutant)
 
 
 def free_on_failure() -> AbstractContextManager[Any]:
@@ -90,14 +90,14 @@ def free_on_failure() -> AbstractContextManager[Any]:
 
 def err_is_quiet() -> AbstractContextManager[Any]:
     """ERR is taken for the end of a read (F4)."""
-    original = NixlWorker._handle_error
+    original = Reader._handle_error
 
-    def mutant(self: NixlWorker, handle: int, now: float) -> None:
+    def mutant(self: Reader, handle: int, now: float) -> None:
         original(self, handle, now)
         self._forget(handle)
         self._reads.done(handle)
 
-    return patch.object(NixlWorker, "_handle_error", mutant)
+    return patch.object(Reader, "_handle_error", mutant)
 
 
 def fence_a_step_late() -> AbstractContextManager[Any]:

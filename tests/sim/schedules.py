@@ -105,7 +105,7 @@ def quiet() -> Iterator[None]:
     for log in logs:
         log.setLevel(logging.CRITICAL + 1)
     try:
-        with patch("kvconn.nixl.worker.SPIN", 0.0):
+        with patch("kvconn.nixl.reader.SPIN", 0.0):
             yield
     finally:
         for log, level in zip(logs, before, strict=True):

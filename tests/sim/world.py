@@ -96,9 +96,9 @@ class World:
         serves = name.startswith("P")
         with ExitStack() as stack:
             for target, fake in (
-                ("kvconn.nixl.worker.HandshakeClient", lambda timeout: Client(self, timeout)),
-                ("kvconn.nixl.scheduler.HandshakeServer", lambda *a: Server(self.directory, *a)),
-                ("kvconn.nixl.worker.SCRATCH", SCRATCH),
+                ("kvconn.nixl.contacts.HandshakeClient", lambda timeout, **_: Client(self, timeout)),
+                ("kvconn.nixl.scheduler.HandshakeServer", lambda *a: Server(self.directory, *a[:3])),
+                ("kvconn.nixl.reader.SCRATCH", SCRATCH),
             ):
                 stack.enter_context(patch(target, fake))
             engine = Engine(
@@ -213,7 +213,7 @@ class World:
     def _stage(self, engine: Engine, id: str) -> str:
         status = engine.scheduler.requests[id].status.value
         if (engine.name, id) in self.loads:
-            read = engine.half._reads._open.get(id)
+            read = engine.half._reader._reads._open.get(id)
             status = "loading, " + (
                 "not begun or quiet" if read is None else "in read" if read.handles else "in handshake"
             )
@@ -453,8 +453,8 @@ class World:
                 block = offset % (cache.nbytes // len(LAYERS)) // (BLOCK * ROW)
                 assert block in loading, f"(b) {engine.name}: a read may still write block {block}, which no load has"
                 assert engine.pool.references(block) == 1, f"(b) {engine.name}: block {block} is loaded and shared"
-        for word in half._checks._free:
-            address = half._scratch.slot_address(word)
+        for word in half._reader._checks._free:
+            address = half._reader._scratch.slot_address(word)
             assert not self.net.may_write(address, 8), f"(b) {engine.name}: scratch word {word} is free and written"
 
     def _check_owners(self) -> None:
@@ -538,9 +538,13 @@ class World:
 
     def _check_slots(self, engine: Engine) -> None:
         half = engine.half
-        assert all(peer.posted == 0 and peer.idle for peer in half._peers._peers.values()), f"(d) {half._peers!r}"
-        if half._scratch is not None:
-            assert sorted(half._checks._free) == list(range(SCRATCH)), f"(d) {engine.name}: a scratch word is lost"
+        assert all(peer.posted == 0 and peer.idle for peer in half._contacts._peers._peers.values()), (
+            f"(d) {half._contacts._peers!r}"
+        )
+        if half._reader._scratch is not None:
+            assert sorted(half._reader._checks._free) == list(range(SCRATCH)), (
+                f"(d) {engine.name}: a scratch word is lost"
+            )
         if half._fence is not None:
             assert repr(half._fence).endswith("standing=0)"), f"(d) {engine.name}: {half._fence!r}"
             for leaf in leaves(engine.connector):

@@ -86,9 +86,10 @@ class Child:
     def _caches(self) -> list[Any]:
         return list(self.core.model_executor.driver_worker.worker.model_runner.kv_caches)
 
-    def overwrite(self, blocks: list[int]) -> None:
+    def overwrite(self, blocks: list[int] | None = None) -> None:
+        """These blocks, or all."""
         for cache in self._caches():
-            cache[blocks] = 7.0
+            cache[slice(None) if blocks is None else blocks] = 7.0
 
     def value(self, expression: str) -> str:
         return repr(eval(expression, {"child": self, "core": self.core, "scheduler": self.scheduler, "llm": self.llm}))

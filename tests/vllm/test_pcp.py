@@ -25,6 +25,12 @@ SIBLING = {
     "kv_connector_module_path": "tests.vllm.siblings",
     "kv_role": "kv_producer",
 }
+OFFLOAD = {
+    "kv_connector": "OffloadingConnector",
+    "kv_connector_module_path": "kvconn.vllm",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {"cpu_bytes_to_use": 64 << 20},
+}
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +95,31 @@ def test_ours_frees_each_request_when_it_was_read(
         assert not state["requests"]
         assert state["free"] == total
     assert reader.metrics()["vllm:nixl_bytes_transferred_sum"] > 0
+
+
+def test_offloading_fills_the_caches_of_both_ranks(own_fleet: Fleet, reader: Engine, hack: dict[str, str]) -> None:
+    """Each rank attends to the whole context out of its own cache; what is loaded is read by the consumer again."""
+    p = own_fleet.engine(
+        "pcp-O",
+        multi(ours("kv_producer", **PATIENT), OFFLOAD, module="kvconn.vllm"),
+        "mla",
+        env=hack,
+        prefill_context_parallel_size=2,
+        **pcp.ARGUMENTS,
+    )
+    p.ready(240), reader.ready(240)
+    total = p.state()["free"]
+    tokens = prompt(100, 3500)
+    answers = []
+    for _ in range(2):
+        first = p.one(tokens, 1, params=PRODUCER, timeout=180)
+        answers.append(reader.one(tokens, 4, params=first["params"], timeout=180)["tokens"])
+        assert answers[-1][:1] == first["tokens"]
+        assert p.idle(timeout=60)["free"] == total
+        for engine in (p, reader):
+            assert engine.ask("reset")
+    assert answers[0] == answers[1]
+    assert p.metrics()["vllm:kv_offload_load_blocks_total"] == 2 * (len(tokens) // pcp.BLOCK)
 
 
 def test_stock_never_frees(own_fleet: Fleet, reader: Engine, hack: dict[str, str]) -> None:

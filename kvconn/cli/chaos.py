@@ -1,0 +1,81 @@
+"""What a person sees of chaos and soak: the table of faults, what the engines counted, and the verdict.
+
+Rules
+1. 0: every request done, every token right, nothing held, every fault survived, no engine ended by itself. 1: anything
+   else, and it is named.
+"""
+
+from __future__ import annotations
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from kvconn.chaos.run import Report
+from kvconn.cli.verdict import FINE, WRONG
+
+__all__ = ["print_report", "problems", "to_json"]
+
+MOST = 8
+#: engines' counters that say that faults reached them: name -> what it means
+COUNTED = {
+    "nixl_num_transfers": "reads that ended",
+    "nixl_num_failed_transfers": "loads that failed",
+    "nixl_num_failed_handshakes": "handshakes that failed",
+    "nixl_num_failed_notifications": "notifications that failed",
+    "nixl_num_kv_expired_reqs": "leases that ended unread",
+    "stale_reads": "stale reads caught by the fence",
+    "seals_refused": "references refused by their seal",
+    "params_refused": "references refused at sight",
+    "agent_recreations": "NIXL agents made anew",
+    "duplicates_absorbed": "repeated reports absorbed",
+}
+
+
+def problems(report: Report) -> list[str]:
+    """One line per thing that is wrong; empty when nothing is."""
+    found = [f"lost: {line}" for line in report.lost[:MOST]]
+    found += [f"wrong: {w.id} on {w.where}: expected {w.expected}, got {w.got}" for w in report.wrong[:MOST]]
+    found += [f"leaked: {line}" for line in report.leaked[:MOST]]
+    found += [f"an engine ended by itself: {line}" for line in report.died[:MOST]]
+    for row in report.faults:
+        if row.survived < row.injected:
+            found.append(f"{row.name}: of {row.injected} only {row.survived} were seen to be survived")
+    if report.done + len(report.lost) < report.asked:
+        found.append(f"of {report.asked} requests {report.done} are done and {len(report.lost)} lost")
+    return found
+
+
+def code(report: Report) -> int:
+    """The exit code."""
+    return WRONG if problems(report) else FINE
+
+
+def print_report(console: Console, report: Report) -> None:
+    """The table, what the engines counted, what is wrong."""
+    table = Table("fault", "injected", "survived", title_justify="left")
+    for row in sorted(report.faults, key=lambda row: row.name):
+        table.add_row(row.name, str(row.injected), str(row.survived))
+    table.add_section()
+    table.add_row("all", str(report.injected), str(sum(row.survived for row in report.faults)))
+    console.print(table)
+    totals = Table(show_header=False)
+    rate = report.done / report.seconds if report.seconds else 0.0
+    for name, value in (
+        ("requests", f"{report.done} of {report.asked} done, {report.retried} times tried again"),
+        ("time", f"{report.seconds:.0f} s, {rate:.1f} requests/s"),
+        ("lost", len(report.lost)),
+        ("wrong", len(report.wrong)),
+        ("leaked", len(report.leaked)),
+        ("engines that ended by themselves", len(report.died)),
+        *((text, int(report.counters.get(name, 0))) for name, text in COUNTED.items()),
+    ):
+        totals.add_row(str(name), str(value))
+    console.print(totals)
+    for line in problems(report):
+        console.print(line, style="red", highlight=False, markup=False, soft_wrap=True)
+
+
+def to_json(report: Report) -> str:
+    """The report with its exit code."""
+    return msgspec.json.encode({"code": code(report), "problems": problems(report), "report": report}).decode()

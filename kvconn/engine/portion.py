@@ -1,0 +1,115 @@
+"""Pure: which part of the model one rank computes, and which part of every request's KV it keeps.
+
+Rules
+1. Stages hold contiguous layers, nearly equal numbers of them. A TP rank has some query heads and the KV heads that
+   these need; a latent cache is one head, of which every TP rank has a copy.
+2. With DCP the tokens of a block are dealt over the ranks of a group, ``interleave`` at a time, round after round. A
+   block id then stands for ``block_size`` tokens on each of them.
+3. Ranks with equal :attr:`Portion.cells` keep copies.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import torch
+
+from kvconn.config import ParallelConfig
+from kvconn.engine.config import ModelSpec, share_of_rank
+from kvconn.geometry import HeadShare, TokenShare, coordinates, is_replicated
+
+__all__ = ["Members", "Portion", "held", "holds", "slots", "split"]
+
+
+def split(n: int, parts: int) -> list[int]:
+    """Sizes of ``parts`` contiguous, near-equal pieces of ``n``."""
+    return [n // parts + (index < n % parts) for index in range(parts)]
+
+
+def holds(share: TokenShare, positions: torch.Tensor) -> torch.Tensor:
+    """Which of these positions are in the share: booleans of the same shape."""
+    return positions // share.interleave % share.dcp == share.rank
+
+
+def slots(share: TokenShare, positions: torch.Tensor, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where positions of the share lie: index in the request's block table, and row in that block."""
+    turn = share.interleave * share.dcp
+    local = positions // turn * share.interleave + positions % share.interleave
+    return local // block_size, local % block_size
+
+
+def held(share: TokenShare, n_tokens: int) -> torch.Tensor:
+    """All positions below ``n_tokens`` of the share, in the order in which they lie in the blocks."""
+    every = torch.arange(n_tokens)
+    return every[holds(share, every)]
+
+
+class Portion(msgspec.Struct, frozen=True):
+    """One rank's: ``n_layers`` layers from ``first_layer`` on, ``n_heads`` query heads from ``first_head`` on."""
+
+    first_stage: bool
+    last_stage: bool
+    first_layer: int
+    n_layers: int
+    first_head: int
+    n_heads: int
+    kv: HeadShare
+    tokens: TokenShare
+
+    @classmethod
+    def of(cls, model: ModelSpec, parallel: ParallelConfig, rank: int) -> Portion:
+        """That of ``rank``; sizes were checked (:func:`kvconn.engine.config.check`)."""
+        where = coordinates(parallel, rank)
+        layers = split(model.n_layers, parallel.pp)
+        n_heads = model.n_heads // parallel.tp
+        share = share_of_rank(model, parallel, rank)
+        assert share is not None, "heads and ranks were checked"
+        return cls(
+            first_stage=where.pp == 0,
+            last_stage=where.pp == parallel.pp - 1,
+            first_layer=sum(layers[: where.pp]),
+            n_layers=layers[where.pp],
+            first_head=where.tp * n_heads,
+            n_heads=n_heads,
+            kv=share.heads,
+            tokens=share.tokens,
+        )
+
+    @property
+    def cells(self) -> tuple[int, int, int]:
+        """First layer, first KV head, number among those that share tokens: what of the cache is here."""
+        return self.first_layer, self.kv.first, self.tokens.rank
+
+
+class Members(msgspec.Struct, frozen=True):
+    """The ranks that one rank works with, each in order.
+
+    ``tp`` share heads, ``pcp`` share a step's new tokens, ``stages`` hold the other layers, ``shards`` the other tokens
+    of the same blocks; ``holders`` have, together, all KV of this rank's replica.
+    """
+
+    tp: tuple[int, ...]
+    pcp: tuple[int, ...]
+    stages: tuple[int, ...]
+    shards: tuple[int, ...]
+    holders: tuple[int, ...]
+
+    @classmethod
+    def of(cls, parallel: ParallelConfig, rank: int) -> Members:
+        """As ranks are ordered: pp-major, then pcp, then tp. Raises ConfigError for a rank outside the world."""
+        me = coordinates(parallel, rank)
+
+        def at(pp: int, pcp: int, tp: int) -> int:
+            return (pp * parallel.pcp + pcp) * parallel.tp + tp
+
+        tp = tuple(at(me.pp, me.pcp, tp) for tp in range(parallel.tp))
+        pcp = tuple(at(me.pp, pcp, me.tp) for pcp in range(parallel.pcp))
+        stages = range(parallel.pp)
+        mates = [me.pcp] if is_replicated(parallel) else range(parallel.pcp)
+        first = me.tp - me.tp % parallel.dcp
+        return cls(
+            tp=tp,
+            pcp=pcp,
+            stages=tuple(at(pp, me.pcp, me.tp) for pp in stages),
+            shards=pcp if parallel.pcp > 1 and parallel.dcp > 1 else tp[first : first + parallel.dcp],
+            holders=tuple(at(pp, pcp, tp) for pp in stages for pcp in mates for tp in range(parallel.tp)),
+        )

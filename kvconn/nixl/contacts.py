@@ -1,0 +1,194 @@
+"""What one worker does with its peers: shakes hands, loads and removes their agents, tells them.
+
+Rules
+1. Nothing here blocks: handshakes run on the client's thread, work waits for them in the peer. A peer with several
+   ranks is asked twice: its first rank, then all others at once; one that does not answer fails the handshake.
+2. An agent is removed when the last peer that has it is forgotten, and nothing is posted under it (C6).
+3. A peer that cannot be told, or whose connection failed, takes no new work; when it is idle it is forgotten, so that
+   the next request shakes hands anew.
+Time is an argument, in seconds of the worker's clock.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterable, Sequence
+
+from kvconn.config import NixlSettings
+from kvconn.errors import PeerError, RequestError, TransportError
+from kvconn.geometry import Place
+from kvconn.metrics import Meter
+from kvconn.nixl.agent import Agent
+from kvconn.nixl.handshake import FIRST, Greeting, Offer, Ours
+from kvconn.nixl.peers import Peer, PeerKey, Peers, Source, Work
+from kvconn.nixl.sidechannel import HandshakeClient
+from kvconn.nixl.wire import encode_done, encode_heartbeats
+from kvconn.transport.base import Transport
+from kvconn.trust import load_trust
+
+__all__ = ["Contacts"]
+
+log = logging.getLogger("kvconn.nixl")
+EVICT_EVERY = 10.0
+#: transfer ids in one heartbeat: of the longest, they stay below wire.MAX_NOTIFICATION
+HEARTBEAT_IDS = 256
+
+
+class Contacts:
+    """All peers of one worker. Without :meth:`open` there are none, and nothing is ever asked."""
+
+    def __init__(self, settings: NixlSettings, rank: int, agent: Agent, meter: Meter) -> None:
+        self._settings = settings
+        self._rank = rank
+        self._agent = agent
+        self._meter = meter
+        self._ours: Ours | None = None
+        self._client: HandshakeClient | None = None
+        self._trust = load_trust(settings.kvconn)
+        self._peers = Peers(settings.kvconn.peers_max, settings.kvconn.waiting_max)
+        #: by the client's number: which rank was asked, in whose handshake
+        self._asked: dict[int, tuple[Peer, Greeting, Place]] = {}
+        self._next_eviction = 0.0
+
+    def open(self, ours: Ours) -> None:
+        """Begin to shake hands, as this rank."""
+        self._ours = ours
+        self._client = HandshakeClient(self._settings.kvconn.handshake, trust=self._trust)
+
+    def with_peer(self, key: PeerKey, now: float, work: Work) -> None:
+        """Run ``work`` with this peer: now, after its handshake, or with None and the reason."""
+        if self._ours is None or not self._peers.want(key, work, now):
+            return
+        peer = self._peers.get(key)
+        if peer is not None:
+            self._ask(peer, Greeting(self._ours, key), [FIRST])
+
+    def get(self, key: PeerKey) -> Peer | None:
+        return self._peers.get(key)
+
+    # -- handshakes ----------------------------------------------------------------------------------------------
+
+    def _ask(self, peer: Peer, greeting: Greeting, places: Iterable[Place]) -> None:
+        if self._client is None:
+            return
+        for place in places:
+            self._asked[self._client.start(peer.key, place.pp, place.tp)] = (peer, greeting, place)
+
+    def drain(self, now: float) -> None:
+        """Answers that came since the last call: work that waited for them runs here."""
+        if self._client is None:
+            return
+        for result in self._client.results():
+            asked = self._asked.pop(result.ask, None)
+            if asked is None:
+                continue  # its handshake is over
+            peer, greeting, place = asked
+            try:
+                self._answered(peer, greeting, place, result.payload, result.why, now)
+            except (PeerError, RequestError, TransportError) as err:
+                self._meter.add("params_refused" if isinstance(err, RequestError) else "nixl_num_failed_handshakes")
+                log.warning("rank %d: handshake failed: %s", self._rank, err)
+                self._asked = {ask: one for ask, one in self._asked.items() if one[1] is not greeting}
+                peer.failed(str(err), now)
+
+    def _answered(
+        self, peer: Peer, greeting: Greeting, place: Place, payload: bytes | None, why: str, now: float
+    ) -> None:
+        """Check everything first, load last: a peer that fails leaves nothing behind."""
+        transport = self._agent.transport
+        if payload is None or transport is None:
+            whom = "" if place == FIRST else f" (its rank pp {place.pp} tp {place.tp})"
+            raise PeerError(peer.name, "handshake", (why or "this rank has no NIXL agent") + whom)
+        self._ask(peer, greeting, greeting.answered(place, payload))
+        if greeting.done:
+            peer.ready(self._load(transport, greeting.offers), now)
+
+    def _load(self, transport: Transport, offers: Iterable[Offer]) -> tuple[Source, ...]:
+        """Load these agents, all or none. Raises TransportError."""
+        loaded: list[Source] = []
+        try:
+            for offer in offers:
+                loaded.append(Source(transport.add_peer(offer.blob), offer.plan))  # noqa: PERF401 - needed if one raises
+        except TransportError:
+            self._remove({source.agent for source in loaded})
+            raise
+        return tuple(loaded)
+
+    # -- telling -------------------------------------------------------------------------------------------------
+
+    def tell_done(self, peer: Peer | None, transfer_id: str) -> None:
+        """We are done with this transfer; a producer that cannot be told waits for its lease."""
+        if peer is not None:
+            self._tell(peer, [(one.agent, encode_done(transfer_id, one.plan.readers)) for one in peer.sources])
+
+    def heartbeat(self, transfer_ids: Sequence[str], peer: Peer | None, why: str, now: float) -> None:
+        """These transfers are still wanted."""
+        if peer is None:
+            return
+        for start in range(0, len(transfer_ids), HEARTBEAT_IDS):
+            message = encode_heartbeats(transfer_ids[start : start + HEARTBEAT_IDS])
+            self._tell(peer, [(one.agent, message) for one in peer.sources])
+
+    def _tell(self, peer: Peer, messages: Iterable[tuple[str, bytes]]) -> None:
+        """A message to each agent."""
+        lost = [agent for agent, message in messages if not self._notify(peer, agent, message)]
+        if (
+            lost and peer.idle
+        ):  # gone or restarted; nothing of ours is posted, so that the next request shakes hands anew
+            self.drop(lost, "it could not be notified")
+
+    def _notify(self, peer: Peer, agent: str, message: bytes) -> bool:
+        transport = self._agent.transport
+        if transport is None:
+            return True  # our loss: the peer is as good as before
+        try:
+            transport.notify(agent, message)
+        except TransportError as err:
+            self._meter.add("nixl_num_failed_notifications")
+            log.warning("rank %d: cannot notify %s: %s", self._rank, peer.rank_name(agent), err)
+            return False
+        return True
+
+    # -- the end of peers ----------------------------------------------------------------------------------------
+
+    def drop(self, agents: Collection[str], why: str) -> None:
+        """Peers with one of these agents take no new work, and are forgotten once they are idle."""
+        for peer in self._peers.having(agents):
+            peer.drain(why)
+            if peer.idle:
+                self._peers.forget(peer)
+                self._remove(peer.agents)
+
+    def evict(self, now: float) -> None:
+        """Bound the table (C7). Only peers under which nothing is posted go (C6)."""
+        if now < self._next_eviction and len(self._peers) <= self._settings.kvconn.peers_max:
+            return
+        self._next_eviction = now + EVICT_EVERY
+        for peer in self._peers.evict(now, self._settings.engine_ttl):
+            self._remove(peer.agents)
+
+    def _remove(self, agents: Iterable[str]) -> None:
+        """Forget those of these agents that no peer has any more: an engine may have several addresses."""
+        transport = self._agent.transport
+        for agent in agents:
+            if transport is None or self._peers.having((agent,)):
+                continue
+            try:
+                transport.remove_peer(agent)
+            except TransportError as err:
+                log.warning("rank %d: cannot remove a peer's agent: %s", self._rank, err)
+
+    def agent_destroyed(self, why: str, now: float) -> None:
+        """Our agent is gone, and with it what it knew of peers."""
+        self._asked.clear()
+        for peer in self._peers.clear():
+            peer.failed(why, now)
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+
+    def __repr__(self) -> str:
+        return repr(self._peers)

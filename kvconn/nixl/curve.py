@@ -1,0 +1,80 @@
+"""The side channel under CURVE: keys from the fleet's secret, and what libzmq's refusals mean in words.
+
+Rules
+1. Two key pairs come out of the secret, one for whoever serves and one for whoever asks. Every engine of the fleet can
+   make both, nobody else can make either: a reader speaks only to a server that has the first, and a server's gate lets
+   in only who has the second. Each session has fresh keys besides (CURVE), so that a secret lost later opens no traffic
+   that was recorded before.
+2. A refusal that trying again cannot mend ends a handshake at once, in words; others are remembered for the deadline.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import zmq
+from zmq.utils import z85
+from zmq.utils.monitor import parse_monitor_message
+
+from kvconn.nixl.gate import BUSY
+from kvconn.trust import FleetKey
+
+__all__ = ["FAILURES", "Curve", "Refusal", "refusal"]
+
+#: what a monitor is asked for
+FAILURES = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Both key pairs, 32 bytes each."""
+
+    server_public: bytes
+    server_secret: bytes = field(repr=False)
+    client_public: bytes
+    client_secret: bytes = field(repr=False)
+
+    @classmethod
+    def of(cls, key: FleetKey) -> Curve:
+        server, client = key.derive("side channel, server"), key.derive("side channel, client")
+        return cls(_public(server), server, _public(client), client)
+
+    def serve(self, socket: zmq.Socket[bytes]) -> None:
+        """Before ``bind``."""
+        socket.curve_server = True
+        socket.curve_publickey, socket.curve_secretkey = self.server_public, self.server_secret
+
+    def ask(self, socket: zmq.Socket[bytes]) -> None:
+        """Before ``connect``."""
+        socket.curve_serverkey = self.server_public
+        socket.curve_publickey, socket.curve_secretkey = self.client_public, self.client_secret
+
+
+def _public(secret: bytes) -> bytes:
+    return bytes(z85.decode(zmq.curve_public(z85.encode(secret))))
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why no handshake came about. ``final``: trying again within its deadline is of no use."""
+
+    why: str
+    final: bool
+
+
+def refusal(message: list[bytes], keyed: bool) -> Refusal | None:
+    """What a monitor's message (one of FAILURES) says to whoever asked, with a key or without."""
+    told = parse_monitor_message(message)
+    event, value = told["event"], told["value"]
+    if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+        if value == int(BUSY):
+            return Refusal("it refuses us for now: too many handshakes from our address (kvconn.handshake_rate)", True)
+        return Refusal("it refuses us: our address is not in its kvconn.allow, or our fleet key is not its", True)
+    if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and value == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
+        if keyed:
+            return Refusal("it has no fleet key: a stock engine, or one without kvconn.key_file", True)
+        return Refusal("it wants the fleet's key: set kvconn.key_file here", True)
+    if event & FAILURES:
+        ends = "its fleet key is not ours" if keyed else "it does not speak our protocol"
+        return Refusal(f"it ended the handshake; perhaps {ends}", False)
+    return None

@@ -1,0 +1,367 @@
+"""The loads of one worker: read what a reference names, prove that it was held, settle.
+
+Contract this part keeps
+- Each receive life is reported exactly once, when every handle of it is quiet (C6), and as good only after the fence
+  word was seen to stand when the data had come (C8). A failure is a fact (``failed``) as soon as it is known, and the
+  report says so when the blocks are safe.
+
+Rules
+1. What the lives are doing is :class:`~kvconn.nixl.transfers.Reads`'s to know, fence checks are
+   :class:`~kvconn.nixl.checks.Checks`'s; this module moves bytes as they say.
+2. Whatever a peer or a client sends ends in a failed life or a counter (C9).
+Time is an argument, in seconds of the worker's clock.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from kvconn.base import FactState, KVCacheView
+from kvconn.config import LIMITS, NixlSettings
+from kvconn.errors import RequestError, TransportError
+from kvconn.geometry import Place
+from kvconn.metrics import Meter
+from kvconn.nixl.agent import Agent
+from kvconn.nixl.checks import Checks, Verdict
+from kvconn.nixl.contacts import Contacts
+from kvconn.nixl.fence import WORD, Fence, FenceWords, seal_fits
+from kvconn.nixl.metadata import LoadSpec
+from kvconn.nixl.pairing import Read, reads
+from kvconn.nixl.peers import Peer, Source
+from kvconn.nixl.transfers import Reads
+from kvconn.params import RemoteRef, peer_name
+from kvconn.transport.base import HandleState, Transport
+
+__all__ = ["Reader"]
+
+log = logging.getLogger("kvconn.nixl")
+#: fence words that may be read at once
+SCRATCH = 4096
+#: seconds a poll may wait for a fence word, which takes microseconds on a good day
+SPIN = 200e-6
+#: characters of a reason that travel with a fact
+WHY_MAX = 500
+
+
+@dataclass
+class _Posted:
+    """A handle that is not quiet: the peer and which of its ranks. ``size`` in bytes, 0 where that counts as none."""
+
+    peer: Peer
+    agent: str
+    began: float
+    size: int = 0
+
+
+class Reader:
+    """Without :meth:`open` it reads nothing. ``say(request id, n, state, why)`` is told what becomes of a life."""
+
+    def __init__(
+        self,
+        settings: NixlSettings,
+        kv_cache: KVCacheView,
+        rank: int,
+        agent: Agent,
+        contacts: Contacts,
+        meter: Meter,
+        say: Callable[[str, int, FactState, str], None],
+    ) -> None:
+        self._settings = settings
+        self._rank = rank
+        self._agent = agent
+        self._contacts = contacts
+        self._meter = meter
+        self._say = say
+        self._reads = Reads()
+        self._pending: list[LoadSpec] = []
+        self._refs: dict[str, RemoteRef] = {}
+        self._posted: dict[int, _Posted] = {}
+        #: fences of others that we check, and where their words are read to
+        self._checks = Checks(SCRATCH)
+        self._scratch: FenceWords | None = None
+        self._looking: set[int] = set()
+        self._warned_unfenced = False
+        self._quarantine_max = settings.kvconn.quarantine_max or max(
+            1, int(kv_cache.num_blocks * LIMITS.quarantine_share)
+        )
+        self._quarantined = 0
+
+    def open(self) -> FenceWords:
+        """This rank will read. Returns where fence words are read to, which must be registered."""
+        self._scratch = FenceWords(SCRATCH)
+        return self._scratch
+
+    # -- loads ---------------------------------------------------------------------------------------------------
+
+    def accept(self, loads: Iterable[LoadSpec]) -> None:
+        """Announced with this step; :meth:`start` begins them."""
+        self._pending.extend(loads)
+
+    def start(self, now: float) -> None:
+        """Post the reads of this step where the peer is known, start handshakes where it is not."""
+        loads, self._pending = self._pending, []
+        for load in loads:
+            peer = load.ref.peer if load.ref is not None else None
+            blocks = sum(map(len, load.local))
+            self._reads.begin(load.id, load.n, peer, now + self._settings.kvconn.read, blocks, now)
+            if load.ref is None or peer is None:
+                self._fail(load.id, load.refused or "no reference", now)
+                continue
+            self._refs[load.id] = load.ref
+            self._contacts.with_peer(peer, now, partial(self._post, load, load.ref))
+
+    def _post(self, load: LoadSpec, ref: RemoteRef, peer: Peer | None, why: str, now: float) -> None:
+        if self._reads.life(load.id) != load.n:
+            return  # failed while it waited for the handshake
+        transport = self._agent.transport
+        if peer is None or transport is None:
+            self._fail(load.id, why or "this rank has no NIXL agent", now)
+            return
+        try:
+            planned = self._plan(load, ref, peer)
+            self._admit(load, ref, peer, [source for source, read in planned if read])
+        except RequestError as err:
+            self._fail(load.id, str(err), now)
+            return
+        for source, read in planned:
+            for one in read:
+                if not self._post_one(transport, load.id, peer, source, one, now):
+                    return
+        if load.id not in self._checks:
+            self._reads.posted_all(load.id)
+
+    def _plan(self, load: LoadSpec, ref: RemoteRef, peer: Peer) -> list[tuple[Source, tuple[Read, ...]]]:
+        """What is to be read of each of its ranks. Raises RequestError, before anything is posted."""
+        return [
+            (source, reads(source.plan, load.local, ref.block_ids, load.hits, tokens=load.tokens, held=ref.num_tokens))
+            for source in peer.sources
+        ]
+
+    def _post_one(self, transport: Transport, id: str, peer: Peer, source: Source, read: Read, now: float) -> bool:
+        """Post; False when that failed, and the life with it."""
+        try:
+            handle = transport.post_read(
+                source.agent,
+                read.local,
+                read.remote,
+                local_mem=read.local_mem,
+                remote_mem=read.remote_mem,
+                local_device=read.local_device,
+                remote_device=read.remote_device,
+            )
+        except TransportError as err:
+            if err.handle is not None:  # parts may be under way (F4)
+                self._under_way(id, err.handle, _Posted(peer, source.agent, now))
+            self._fail(id, f"peer {peer.rank_name(source.agent)}, read: {err}", now)
+            return False
+        self._under_way(id, handle, _Posted(peer, source.agent, now, read.nbytes))
+        self._meter.add("nixl_num_descriptors", len(read.local))
+        return True
+
+    def _admit(self, load: LoadSpec, ref: RemoteRef, peer: Peer, sources: list[Source]) -> None:
+        """May this reference be read at all? Arms the check of a fence per source. Raises RequestError."""
+        if not sources:
+            return
+        plan = sources[0].plan
+        if plan.fence is None:
+            self._admit_unfenced(load, peer)
+            return
+        ours = ref.kvconn
+        if ours is None or ours.slot is None or ours.word is None or not seal_fits(plan.seal_key, ref, load.prompt):
+            self._meter.add("seals_refused")
+            raise RequestError(
+                "kv_transfer_params", f"what {peer.name} returned, unchanged (its seal does not fit)", ref
+            )
+        slots = min(source.plan.fence.fence_slots for source in sources if source.plan.fence is not None)
+        if ours.slot >= slots:
+            raise RequestError("kv_transfer_params.kvconn.slot", f"below {slots}", ours.slot)
+        places = [source.place for source in sources]
+        if not self._checks.begin(load.id, Fence(ours.slot, ours.word), places):
+            raise RequestError("kv_transfer_params", f"at most {SCRATCH} fence words read at once", len(self._checks))
+
+    def _admit_unfenced(self, load: LoadSpec, peer: Peer) -> None:
+        """A stock peer: what is read of it can't be proved. By policy, and not after its lease must be over."""
+        late = load.waited > self._settings.kv_lease_duration and not load.beating
+        if self._settings.kvconn.unfenced == "refuse" or late:
+            why = "waited longer than a lease" if late else "kvconn.unfenced is refuse"
+            raise RequestError("kv_transfer_params", f"a reference of a peer with fences ({why})", peer.name)
+        if not self._warned_unfenced:
+            self._warned_unfenced = True
+            log.warning("%s has no fences: what is read of it can't be proved to have been held", peer.name)
+        self._meter.add("unfenced_reads")
+
+    def _under_way(self, id: str, handle: int, posted: _Posted) -> None:
+        posted.peer.began()
+        self._reads.posted(id, handle, posted.agent)
+        self._posted[handle] = posted
+
+    def _fail(self, id: str, why: str, now: float) -> None:
+        """The result of this life is failure; its blocks stay until it is quiet."""
+        why = f"{why} (the load is {self._reads.age(id, now):.1f} s old)"
+        if self._reads.fail(id, why, now):
+            self._say(id, self._reads.life(id), "failed", why[:WHY_MAX])
+            self._meter.add("nixl_num_failed_transfers")
+            log.warning("rank %d: load of %s failed: %s", self._rank, id, why)
+
+    # -- the poll ------------------------------------------------------------------------------------------------
+
+    def drain(self, now: float) -> None:
+        """Look at reads whose turn it is, and at the fences of those whose data has come."""
+        self._look(self._looking.union(self._reads.to_poll()), now)
+        self._check_fences(now)
+
+    def _look(self, handles: Iterable[int], now: float) -> None:
+        if self._agent.transport is None:
+            return
+        for handle in handles:
+            state = self._agent.transport.poll(handle)
+            if state is HandleState.DONE:
+                self._handle_done(handle, now)
+            elif state is HandleState.ERR:
+                self._handle_error(handle, now)
+
+    def _check_fences(self, now: float) -> None:
+        """Lives whose data is quiet: read the word, judge it; up to SPIN seconds inline, else at the next poll."""
+        for id in self._reads.drained():
+            self._judge(id, now)
+        deadline = time.perf_counter() + SPIN
+        while self._looking and time.perf_counter() < deadline:
+            self._look(list(self._looking), now)
+            for id in self._reads.drained():
+                self._judge(id, now)
+
+    def _judge(self, id: str, now: float) -> None:
+        scratch = self._scratch
+        verdict = self._checks.judge(id, scratch.read) if scratch is not None else Verdict.STALE
+        if verdict is Verdict.HELD:
+            self._reads.posted_all(id)
+        elif verdict is Verdict.STALE:
+            self._meter.add("stale_reads")
+            whom = peer_name(self._refs[id].peer)
+            self._fail(id, f"peer {whom}, fence: it let go of these blocks before they were read", now)
+        else:
+            for place, slot, word in self._checks.targets(id):
+                if not self._read_word(id, place, slot, word, now):
+                    return
+
+    def _read_word(self, id: str, place: Place, slot: int, word: int, now: float) -> bool:
+        """Begin to read one rank's word; False when that failed, and the life with it."""
+        transport, peer = self._agent.transport, self._contacts.get(self._refs[id].peer)
+        source = peer.source(place) if peer is not None else None
+        if transport is None or self._scratch is None or peer is None or source is None or source.plan.fence is None:
+            self._fail(id, "the peer is gone before its fence was read", now)
+            return False
+        remote = np.array([[source.plan.fence.fence_address + slot * WORD, WORD]], np.int64)
+        local = np.array([[self._scratch.slot_address(word), WORD]], np.int64)
+        try:
+            handle = transport.post_read(source.agent, local, remote)
+        except TransportError as err:
+            if err.handle is not None:
+                self._under_way(id, err.handle, _Posted(peer, source.agent, now))
+            self._fail(id, f"peer {peer.rank_name(source.agent)}, fence: {err}", now)
+            return False
+        self._under_way(id, handle, _Posted(peer, source.agent, now))
+        self._looking.add(handle)
+        return True
+
+    def _handle_done(self, handle: int, now: float) -> None:
+        posted = self._forget(handle)
+        posted.peer.used(now)
+        self._reads.done(handle)
+        if posted.size:  # a fence word is no transfer
+            self._meter.add("nixl_bytes_transferred", posted.size)
+            self._meter.add("nixl_xfer_seconds", now - posted.began)
+            self._meter.add("nixl_num_transfers")
+
+    def _forget(self, handle: int) -> _Posted:
+        """A quiet handle: only now may it be released (C6)."""
+        posted = self._posted.pop(handle)
+        posted.peer.ended()
+        self._looking.discard(handle)
+        if self._agent.transport is not None:
+            self._agent.transport.release(handle)
+        return posted
+
+    def _handle_error(self, handle: int, now: float) -> None:
+        """ERR is a result, not quiet (F4): the handle is quiet once its peer is known to be gone."""
+        posted = self._posted[handle]
+        self._looking.discard(handle)
+        why = self._agent.transport.reason(handle) if self._agent.transport is not None else ""
+        self._fail(self._reads.error(handle), f"peer {posted.peer.rank_name(posted.agent)}, read: {why}", now)
+
+    def over_quarantine(self, now: float) -> str | None:
+        """Frees what lost connections had kept; why our agent must be made anew to bound the rest, or None (C7)."""
+        transport = self._agent.transport
+        if transport is None or not self._reads.quarantined(now):
+            return None
+        for agent in {self._posted[handle].agent for handle in self._reads.errors()}:
+            if transport.peer_gone(agent):
+                self._lose(agent)
+        oldest = max((age for _, age, _ in self._reads.quarantined(now)), default=0.0)
+        if oldest > self._settings.kvconn.quarantine_age:
+            return f"quarantine is {oldest:.1f} s old"
+        blocks = self._reads.quarantined_blocks()
+        if blocks > self._quarantine_max:
+            return f"{blocks} blocks are in quarantine, at most {self._quarantine_max} may be"
+        return None
+
+    def _lose(self, agent: str) -> None:
+        """The connection failed and its ERR handles are quiet."""
+        for handle in self._reads.agent_gone(agent):
+            self._forget(handle)
+        self._contacts.drop((agent,), "its connection failed")
+
+    def agent_destroyed(self, now: float) -> None:
+        """Nothing lands any more: every load fails and is quiet."""
+        for id in self._reads.ids():
+            self._fail(id, "the NIXL agent was made anew after a transfer never ended", now)
+        self._reads.agent_destroyed()
+        self._posted.clear()
+        self._looking.clear()
+
+    def expire(self, now: float) -> None:
+        """Fail loads that are past their deadline. Call after :meth:`drain` (C11)."""
+        for id in self._reads.overdue(now):
+            self._overdue(id, now)
+
+    def _overdue(self, id: str, now: float) -> None:
+        peer = self._contacts.get(self._refs[id].peer) if id in self._refs else None
+        stage = "handshake" if peer is None or not peer.sources else "read"
+        whom = peer.name if peer is not None else "unknown"
+        self._fail(id, f"peer {whom}, {stage}: not done after {self._settings.kvconn.read:g} s", now)
+
+    def settle(self) -> tuple[set[str], set[str]]:
+        """Lives that are over: received, and which of them failed. Tells their producers."""
+        received: set[str] = set()
+        failed: set[str] = set()
+        for over in self._reads.settle():
+            self._checks.end(over.id)
+            ref = self._refs.pop(over.id, None)
+            if ref is not None:
+                self._contacts.tell_done(self._contacts.get(ref.peer), ref.transfer_id)
+            self._say(over.id, over.n, "done" if over.failed is None else "quiet", "")
+            received.add(over.id)
+            if over.failed is not None:
+                failed.add(over.id)
+        self._gauge()
+        return received, failed
+
+    def _gauge(self) -> None:
+        """Blocks in quarantine, as changes: counters add up to what there is now."""
+        blocks = self._reads.quarantined_blocks()
+        if blocks != self._quarantined:
+            self._meter.add("quarantined_blocks", blocks - self._quarantined)
+            self._quarantined = blocks
+
+    def explain(self, now: float) -> list[str]:
+        """One line per open load."""
+        return self._reads.explain(now)
+
+    def __repr__(self) -> str:
+        return repr(self._reads)

@@ -1,0 +1,141 @@
+"""Chaos itself, short and real: it finds nothing in what we ship, finds a known fault, and can be stopped."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+
+import msgspec
+import pytest
+
+from kvconn.chaos import run as chaos
+from kvconn.chaos.book import Shares
+from kvconn.chaos.run import Oracle, Report, Row, Settings
+from kvconn.cli import chaos as showing
+from kvconn.engine.config import EngineConfig
+from tests.engine.pairs import assert_all_end
+
+COMMAND = [sys.executable, "-m", "kvconn.cli", "chaos"]
+
+
+def test_seconds_of_chaos_lose_nothing() -> None:
+    done = subprocess.run(
+        [*COMMAND, "--minutes", "0.15", "--seed", "3", "--json"],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    told = msgspec.json.decode(done.stdout)
+    assert done.returncode == told["code"] == 0, (told["problems"], done.stderr[-4000:])
+    report = told["report"]
+    assert report["done"] == report["asked"] > 50
+    assert sum(row["injected"] for row in report["faults"]) > 5, report["faults"]
+    assert report["counters"]["seals_refused"] > 0 and report["counters"]["nixl_num_failed_transfers"] > 0
+
+
+def with_connector(which: str, name: str, module: str) -> Callable[[Settings], list[EngineConfig]]:
+    """The engines of chaos, those whose name begins so with another NIXL connector."""
+    made = chaos.configs
+
+    def configs(settings: Settings) -> list[EngineConfig]:
+        out = []
+        for config in made(settings):
+            transfer = msgspec.json.encode(config.kv_transfer_config).decode()
+            if config.name.startswith(which):
+                transfer = transfer.replace('"NixlConnector"', f'"{name}","kv_connector_module_path":"{module}"')
+            out.append(msgspec.structs.replace(config, kv_transfer_config=msgspec.json.decode(transfer)))
+        return out
+
+    return configs
+
+
+def test_without_the_fence_tokens_of_other_prompts_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chaos, "configs", with_connector("D", "NoFenceNixlConnector", "tests.chaos.broken"))
+    report = chaos.run(Settings(requests=200, engines=False, shares=Shares(0.0, 0.5)), lambda line: None)
+    assert report.wrong and any(line.startswith("wrong: ") for line in showing.problems(report))
+    assert showing.code(report) == 1
+
+
+def test_the_fault_that_this_library_exists_for_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """P's second rank never reports a send: nothing is freed, nothing goes on."""
+    monkeypatch.setattr(chaos, "configs", with_connector("P", "HiddenRanksNixlConnector", "kvconn.testing.contract"))
+    monkeypatch.setattr(chaos, "PATIENCE", 4.0)
+    monkeypatch.setattr(chaos, "SETTLE", 6.0)
+    for name in ("LEASE", "READ", "HANDSHAKE", "DRAIN"):
+        monkeypatch.setattr(chaos, name, 1.0)
+    report = chaos.run(Settings(requests=60, engines=False, shares=Shares(0.0, 0.0)), lambda line: None)
+    said = showing.problems(report)
+    assert any(line.startswith("lost: ") for line in said)
+    assert any(line.startswith("leaked: P") and "HiddenRanksNixlConnector rank 1" in line for line in said), said
+    assert report.wrong == () and showing.code(report) == 1
+
+
+def test_ctrl_c_leaves_no_process() -> None:
+    with subprocess.Popen(
+        [*COMMAND, "--minutes", "5"], stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as one:
+        assert one.stderr is not None
+        for line in one.stderr:
+            if "KV in use" in line:
+                break
+        session = _session(one.pid)
+        assert len(session) > 7  # the command, three engines, four ranks
+        os.killpg(one.pid, signal.SIGINT)
+        _, errors = one.communicate(timeout=60)
+    assert one.returncode == 130, errors
+    assert "interrupted; the engines are shut down" in errors
+    assert_all_end(session)
+
+
+def _session(pid: int) -> list[int]:
+    """All processes of the session that ``pid`` leads."""
+    found = []
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            if os.getsid(int(name)) == pid:
+                found.append(int(name))
+        except ProcessLookupError:
+            continue
+    return found
+
+
+def test_the_oracle_says_the_same_every_time_and_different_prompts_differ() -> None:
+    one, other = Oracle(Settings(seed=5)), Oracle(Settings(seed=5))
+    told = [one(n) for n in range(20)]
+    assert told == [other(n) for n in range(20)]
+    assert len({answer for _, answer in told if len(answer) > 3}) == len([1 for _, answer in told if len(answer) > 3])
+    assert max(len(prompt) for prompt, _ in told) <= 200 and max(len(answer) for _, answer in told) <= 12
+
+
+GOOD = Report(
+    asked=2,
+    done=2,
+    retried=0,
+    seconds=1.0,
+    faults=(Row("P killed", 1, 1),),
+    lost=(),
+    wrong=(),
+    leaked=(),
+    died=(),
+    counters={},
+)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"lost": ("r1.1: no word",), "done": 1}, "lost: r1.1: no word"),
+        ({"leaked": ("P: 3 blocks",)}, "leaked: P: 3 blocks"),
+        ({"died": ("P: rank 0 is gone",)}, "an engine ended by itself: P: rank 0 is gone"),
+        ({"faults": (Row("P killed", 2, 1),)}, "P killed: of 2 only 1 were seen to be survived"),
+        ({"done": 1}, "of 2 requests 1 are done and 0 lost"),
+    ],
+)
+def test_whatever_is_not_right_is_exit_code_1_and_named(change: dict[str, object], said: str) -> None:
+    assert showing.code(GOOD) == 0 and showing.problems(GOOD) == []
+    report = msgspec.structs.replace(GOOD, **change)  # type: ignore[arg-type]
+    assert showing.code(report) == 1 and said in showing.problems(report)
