@@ -404,8 +404,10 @@ def _collect(kind: type[msgspec.Struct], raw: Mapping[str, Any], path: str, prob
             _collect(info.type, value, f"{path}.{name}", problems)
             continue
         try:
+            if isinstance(value, str):
+                value.encode()  # JSON may hold lone surrogates
             msgspec.convert(value, info.type, strict=True)
-        except msgspec.ValidationError as err:
+        except (msgspec.ValidationError, UnicodeError) as err:
             problems.append(f"{path}.{name}: {err}{_value_hint(name, value)}")
             continue
         why = CHECKS[name](value) if name in CHECKS else None
