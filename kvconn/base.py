@@ -22,6 +22,8 @@ import msgspec
 
 __all__ = [
     "BlockIds",
+    "CacheKind",
+    "Cells",
     "ConnectorMetadata",
     "ConnectorRole",
     "Direction",
@@ -50,6 +52,8 @@ FactState = Literal["done", "failed", "quiet", "released"]
 #: block ids per cache group.
 BlockIds = tuple[tuple[int, ...], ...]
 CacheKind = Literal["full", "window", "state"]
+#: K and V
+MAX_PARTS = 2
 
 
 class ConnectorRole(enum.Enum):
@@ -93,8 +97,39 @@ class KVCacheView(msgspec.Struct, frozen=True):
     block_bytes: int = 0
 
 
+class Cells(msgspec.Struct, frozen=True, array_like=True):
+    """How the bytes of a block are cut: one cell of ``size`` bytes per part, head and token.
+
+    Strides in bytes. Parts are K and V where they lie apart in a block or in tensors of their own: this tensor has
+    ``parts`` of them, the first of which is number ``part``. A row of K and V in one piece is one part or two.
+    """
+
+    heads: int
+    tokens: int
+    size: int
+    head_stride: int
+    token_stride: int
+    parts: int = 1
+    part_stride: int = 0
+    part: int = 0
+
+    def fit(self, length: int) -> bool:
+        """True when every number is possible and the last cell ends within ``length`` bytes."""
+        counts, strides = (self.heads, self.tokens, self.parts), (self.head_stride, self.token_stride, self.part_stride)
+        if min(self.size, *counts) < 1 or min(self.part, *strides) < 0 or self.part + self.parts > MAX_PARTS:
+            return False
+        return self.size + sum((n - 1) * stride for n, stride in zip(counts, strides, strict=True)) <= length
+
+    def at(self, part: int, head: int, token: int) -> int:
+        """Bytes from the block's first to a cell; ``part`` and ``head`` count from this tensor's first."""
+        return part * self.part_stride + head * self.head_stride + token * self.token_stride
+
+
 class LayerView(msgspec.Struct, frozen=True):
-    """One cache tensor of one layer, in bytes: block ``b`` lies at ``address + b * stride``, ``length`` long."""
+    """One cache tensor of one layer, in bytes: block ``b`` lies at ``address + b * stride``, ``length`` long.
+
+    ``cells`` None: heads first, with nothing between. Tensors of one layer, K and V, have its one name.
+    """
 
     name: str
     address: int
@@ -105,6 +140,7 @@ class LayerView(msgspec.Struct, frozen=True):
     kind: CacheKind = "full"
     mem_type: Literal["DRAM", "VRAM"] = "DRAM"
     device_id: int = 0
+    cells: Cells | None = None
 
 
 # --- what the scheduler half is told ------------------------------------------------------------------------------

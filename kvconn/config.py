@@ -37,6 +37,7 @@ __all__ = [
     "parse_extra",
     "parse_kv_transfer_config",
     "parse_secondary_tiers",
+    "parse_struct",
 ]
 
 Role = Literal["kv_producer", "kv_consumer", "kv_both"]
@@ -65,6 +66,8 @@ class Limits(msgspec.Struct, frozen=True):
     drain: float = 30.0
     #: how long a request waits for a disk to say what it has and to bring it; after that it is computed
     lookup: float = 0.5
+    #: how long the engine itself waits for that, once per request; a disk that is quick answers within it
+    lookup_inline: float = 500e-6
     #: how long a disk that was too slow is not asked
     disk_rest: float = 30.0
     #: how long a step waits for the copy of one block that it is about to overwrite
@@ -340,6 +343,11 @@ def parse_secondary_tiers(
     return tiers
 
 
+def parse_struct(kind: type[T], raw: Mapping[str, Any], path: str) -> T:
+    """``raw`` as ``kind``. Raises ConfigError with every problem found."""
+    return _to_struct(kind, raw, path)
+
+
 def fresh_engine_id(config: KVTransferConfig) -> str:
     """The configured engine id, or an unguessable one."""
     return config.engine_id or uuid.uuid4().hex
@@ -398,8 +406,10 @@ def _collect(kind: type[msgspec.Struct], raw: Mapping[str, Any], path: str, prob
             _collect(info.type, value, f"{path}.{name}", problems)
             continue
         try:
+            if isinstance(value, str):
+                value.encode()  # JSON may hold lone surrogates
             msgspec.convert(value, info.type, strict=True)
-        except msgspec.ValidationError as err:
+        except (msgspec.ValidationError, UnicodeError) as err:
             problems.append(f"{path}.{name}: {err}{_value_hint(name, value)}")
             continue
         why = CHECKS[name](value) if name in CHECKS else None

@@ -6,8 +6,10 @@ Rules
 2. A region is one contiguous cache tensor, in bytes; block ``b`` lies at ``base + b * stride``, ``length`` long.
    Region order is part of the wire: layers by natural sort of their names, a repeated (address, stride) folded
    into the first.
-3. Inside a block heads come first, ``[heads, tokens, channels]``, so that consecutive heads are consecutive bytes. A
-   latent (MLA) cache counts as one head of which every TP rank has a copy.
+3. Inside a block lie cells, one per head and token (:class:`~kvconn.base.Cells`); unless a layer says otherwise heads
+   come first, ``[heads, tokens, channels]``. A latent (MLA) cache counts as one head of which every TP rank has a copy.
+4. Where DCP shards, a block id stands for ``dcp`` blocks, one per rank, and token ``t`` of a prompt is number
+   ``t // (interleave * dcp) * interleave + t % interleave`` of rank ``t // interleave % dcp`` (vLLM's rule).
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from kvconn.base import GroupView, LayerView
+from kvconn.base import Cells, GroupView, KVCacheView, LayerView
 from kvconn.config import ParallelConfig
 from kvconn.errors import ConfigError
 
@@ -36,6 +38,7 @@ __all__ = [
     "place_of",
     "regions_of",
     "share_of",
+    "spans",
 ]
 
 
@@ -127,9 +130,9 @@ class Side(msgspec.Struct, frozen=True):
     interleave: int = 1
 
     @classmethod
-    def of(cls, parallel: ParallelConfig, kv_heads: int, interleave: int = 1) -> Side:
+    def of(cls, parallel: ParallelConfig, kv_heads: int) -> Side:
         sharded = parallel.pcp if not is_replicated(parallel) else 1
-        return cls(kv_heads, parallel.tp * sharded, parallel.pp, parallel.dcp, interleave)
+        return cls(kv_heads, parallel.tp * sharded, parallel.pp, parallel.dcp, parallel.dcp_interleave)
 
 
 class HeadShare(msgspec.Struct, frozen=True):
@@ -188,11 +191,11 @@ class Share(msgspec.Struct, frozen=True):
         if heads is None or heads.copies % side.dcp:
             return None
         one = msgspec.structs.replace(heads, copy=heads.copy // side.dcp, copies=heads.copies // side.dcp)
-        return cls(one, TokenShare(side.dcp, tp % side.dcp, side.interleave))
+        return cls(one, TokenShare(side.dcp, tp % side.dcp, side.interleave) if side.dcp > 1 else TokenShare())
 
 
 class Region(msgspec.Struct, frozen=True):
-    """One registered cache tensor. Bytes throughout; ``count`` blocks."""
+    """One registered cache tensor. Bytes throughout; ``count`` blocks. ``cells`` None: heads first, nothing between."""
 
     name: str
     base: int
@@ -202,30 +205,48 @@ class Region(msgspec.Struct, frozen=True):
     group: int
     mem_type: str = "DRAM"
     device_id: int = 0
+    cells: Cells | None = None
 
     @property
     def span(self) -> int:
         """Bytes from the first byte of the first block to the last byte of the last."""
         return self.stride * (self.count - 1) + self.length
 
-    @property
-    def dense(self) -> bool:
-        """True when neighbouring blocks are neighbouring bytes, so that runs of blocks are one range."""
-        return self.stride == self.length
-
-    def part(self, offset: int, length: int) -> Region:
-        """The same ``length`` bytes of every block, ``offset`` bytes into it: again a region."""
-        if (offset, length) == (0, self.length):
-            return self
-        return msgspec.structs.replace(self, base=self.base + offset, length=length)
-
 
 class RankCache(msgspec.Struct, frozen=True):
-    """One rank's cache: regions in wire order and the groups they belong to. ``block_size`` in tokens."""
+    """One rank's cache: regions in wire order and the groups they belong to.
+
+    ``block_size`` in tokens is a logical block's, of the ids that a scheduler hands out; it lies in ``kernel_blocks``
+    consecutive blocks of every region of attention.
+    """
 
     regions: tuple[Region, ...]
     block_size: int
     groups: tuple[GroupView, ...] = (GroupView("full", ()),)
+    kernel_blocks: int = 1
+    dtype: str = ""
+
+    @classmethod
+    def of(cls, regions: Iterable[Region], view: KVCacheView, dtype: str = "") -> RankCache:
+        """The cache of an engine that says ``view``; regions of attention may have several blocks per block of it."""
+        regions = tuple(regions)
+        counts = [r.count // view.num_blocks for r in regions if view.groups[r.group].kind != "state"]
+        return cls(regions, view.block_size, view.groups, max(1, min(counts, default=1)), dtype)
+
+
+def spans(regions: Iterable[Region]) -> list[tuple[int, int, str, int]]:
+    """Memory to register, as (address, bytes, memory type, device): what overlaps or touches is one piece.
+
+    In a block-first pool every layer's region covers nearly all of it.
+    """
+    merged: list[tuple[int, int, str, int]] = []
+    for region in sorted(regions, key=lambda r: (r.mem_type, r.device_id, r.base)):
+        base, end, where = region.base, region.base + region.span, (region.mem_type, region.device_id)
+        if merged and merged[-1][2:] == where and base <= merged[-1][0] + merged[-1][1]:
+            base, end = merged[-1][0], max(end, merged[-1][0] + merged[-1][1])
+            merged.pop()
+        merged.append((base, end - base, *where))
+    return merged
 
 
 def regions_of(layers: Iterable[LayerView]) -> tuple[Region, ...]:
@@ -238,6 +259,8 @@ def regions_of(layers: Iterable[LayerView]) -> tuple[Region, ...]:
                 f"layer {layer.name}: expected count >= 1 and stride >= length >= 1, "
                 f"got count={layer.count} stride={layer.stride} length={layer.length}"
             )
+        if layer.cells is not None and not layer.cells.fit(layer.length):
+            raise ConfigError(f"layer {layer.name}: expected cells within {layer.length} bytes, got {layer.cells}")
         key = (layer.address, layer.stride)
         if key in seen:
             continue
@@ -245,7 +268,7 @@ def regions_of(layers: Iterable[LayerView]) -> tuple[Region, ...]:
         regions.append(
             Region(
                 layer.name, layer.address, layer.stride, layer.length, layer.count, layer.group,
-                layer.mem_type, layer.device_id,
+                layer.mem_type, layer.device_id, layer.cells,
             )
         )  # fmt: skip
     return tuple(regions)

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvconn.base import LayerView
+from kvconn.base import Cells, LayerView
 from kvconn.config import ParallelConfig
 from kvconn.errors import ConfigError
-from kvconn.geometry import HeadShare, RankRole, Region, blocks_for, coordinates, is_replicated, regions_of
+from kvconn.geometry import HeadShare, RankRole, Region, blocks_for, coordinates, is_replicated, regions_of, spans
 
 FUZZ = settings(derandomize=True, database=None, deadline=None, max_examples=200)
 SIZES = [(1, 1, 1), (1, 1, 8), (2, 1, 4), (2, 3, 2), (4, 2, 1)]
@@ -117,9 +117,39 @@ class TestRegions:
         assert Region("l", 0, 128, 64, 3, 0).span == 2 * 128 + 64
         assert Region("l", 0, 64, 64, 3, 0).span == 192
 
-    def test_dense_means_no_gap_between_blocks(self) -> None:
-        assert Region("l", 0, 64, 64, 3, 0).dense
-        assert not Region("l", 0, 65, 64, 3, 0).dense
+    def test_two_tensors_at_one_address_with_different_strides_are_two_regions(self) -> None:
+        views = [layer("a", 4096, 64, 64), layer("b", 4096, 128, 128), layer("c", 4096, 64, 64)]
+        assert [region.name for region in regions_of(views)] == ["a", "b"]
+
+    @pytest.mark.parametrize(
+        "cells",
+        [
+            Cells(4, 4, 4, 16, 5),
+            Cells(4, 4, 5, 16, 4),
+            Cells(0, 4, 4, 16, 4),
+            Cells(4, 4, 4, -16, 4),
+            Cells(2, 4, 4, 16, 4, 2, 48),
+            Cells(4, 4, 4, 16, 4, part=2),
+        ],
+    )
+    def test_cells_that_do_not_fit_their_block_are_refused(self, cells: Cells) -> None:
+        with pytest.raises(ConfigError, match="layer l: expected cells within 64 bytes"):
+            regions_of([LayerView("l", 0, 64, 64, 4, cells=cells)])
+        (region,) = regions_of([LayerView("l", 0, 64, 64, 4, cells=Cells(4, 4, 4, 16, 4))])
+        assert region.cells is not None
+        assert region.cells.at(0, 3, 2) == 56
+
+    def test_memory_to_register_has_every_byte_once(self) -> None:
+        rows = [Region(f"l{i}", 1000 + 8 * i, 32, 8, 4, 0) for i in range(4)]  # a block-first pool of 128 bytes
+        apart = Region("x", 4000, 8, 8, 2, 0)
+        device = Region("y", 1000, 8, 8, 2, 0, "VRAM", 1)
+        assert spans([*rows, device, apart]) == [
+            (1000, 128, "DRAM", 0),
+            (4000, 16, "DRAM", 0),
+            (1000, 16, "VRAM", 1),
+        ]
+        inside = Region("z", 1016, 8, 8, 2, 0)
+        assert spans([inside, *rows]) == [(1000, 128, "DRAM", 0)]
 
 
 @pytest.mark.parametrize(("tokens", "blocks"), [(0, 0), (1, 1), (15, 1), (16, 1), (17, 2), (160, 10)])
@@ -139,9 +169,3 @@ class TestHeadShares:
     @pytest.mark.parametrize(("heads", "tp"), [(6, 4), (4, 6), (3, 2)])
     def test_heads_and_ranks_that_do_not_divide_have_no_shares(self, heads: int, tp: int) -> None:
         assert HeadShare.of(heads, tp, 0) is None
-
-
-def test_a_part_of_a_region_is_the_same_bytes_of_every_block() -> None:
-    region = Region("a", 1000, 64, 48, 4, 1)
-    assert region.part(16, 8) == Region("a", 1016, 64, 8, 4, 1)
-    assert region.part(0, 48) is region

@@ -113,10 +113,10 @@ class Oracle:
         return prompt, self._answer(prompt, rng.randint(1, self._settings.answer))
 
     def _answer(self, prompt: tuple[int, ...], n: int) -> tuple[int, ...]:
-        blocks, answer, start = tuple(range(self._blocks)), [], 0
+        tables, answer, start = (tuple(range(self._blocks)),), [], 0
         tokens = prompt
         for _ in range(n):
-            step = Scheduled("oracle", start, len(tokens), start, tokens, blocks, True, start > 0)
+            step = Scheduled("oracle", start, len(tokens), start, tokens, tables, True, start > 0)
             answer.append(self._model.forward([step], _nothing, _nothing)["oracle"])
             start, tokens = start + len(tokens), (answer[-1],)
         self._model.forget(["oracle"])

@@ -143,9 +143,6 @@ def _judge_host(facts: PortFacts, remote: bool) -> list[Finding]:
     name = f"side channel host {facts.host}"
     where = f"{name} ({facts.addresses[0]})" if facts.host != facts.addresses[0] else name
     how = "set VLLM_NIXL_SIDE_CHANNEL_HOST to the address at which the other host reaches this one"
-    if address.version == 6:
-        means = "kvconn's side channel listens on IPv4 only."
-        return [fail(f"{where} is IPv6", means, "give an IPv4 address, or a name that has one")]
     if address.is_unspecified:
         means = "This address is also what P's clients are told: a D on another host would dial itself."
         return [(fail if remote else warn)(f"{where} is every address", means, how)]

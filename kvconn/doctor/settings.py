@@ -24,6 +24,7 @@ from kvconn.doctor.children import begin, decoded, explain, run_child, say_resul
 from kvconn.doctor.findings import Finding, fail, ok, warn
 from kvconn.errors import ConfigError
 from kvconn.factory import CONNECTORS
+from kvconn.trust import load_trust
 
 __all__ = ["ConfigFacts", "Loaded", "child", "gather", "judge"]
 
@@ -48,12 +49,13 @@ class Loaded(msgspec.Struct, frozen=True):
 
 
 class ConfigFacts(msgspec.Struct, frozen=True):
-    """``connectors`` by path; ``problems`` with the path of their key."""
+    """``connectors`` by path; ``problems`` with the path of their key; ``keys``: fingerprints of fleet keys."""
 
     connectors: dict[str, str]
     roles: tuple[str, ...]
     problems: tuple[str, ...]
     loaded: tuple[Loaded, ...]
+    keys: tuple[str, ...] = ()
 
 
 # --- the machine --------------------------------------------------------------------------------------------------
@@ -62,17 +64,21 @@ class ConfigFacts(msgspec.Struct, frozen=True):
 def gather(raw: str) -> ConfigFacts:
     problems: list[str] = []
     parsed: dict[str, KVTransferConfig] = {}
-    _walk(raw, ROOT, problems, parsed, 0)
+    keys: dict[str, None] = {}
+    _walk(raw, ROOT, problems, parsed, keys, 0)
     loaded = tuple(_load(path, config) for path, config in parsed.items() if config.kv_connector_module_path)
     return ConfigFacts(
         {path: config.kv_connector for path, config in parsed.items()},
         tuple(dict.fromkeys(config.kv_role for config in parsed.values())),
         tuple(problems),
         loaded,
+        tuple(keys),
     )
 
 
-def _walk(raw: Any, path: str, problems: list[str], parsed: dict[str, KVTransferConfig], depth: int) -> None:
+def _walk(
+    raw: Any, path: str, problems: list[str], parsed: dict[str, KVTransferConfig], keys: dict[str, None], depth: int
+) -> None:
     try:
         config = parsed[path] = parse_kv_transfer_config(raw, path)
         if config.kv_connector_module_path is not None:
@@ -80,15 +86,23 @@ def _walk(raw: Any, path: str, problems: list[str], parsed: dict[str, KVTransfer
         if config.kv_connector not in CONNECTORS:
             problems.append(f"{path}.kv_connector: {config.kv_connector!r} is none of {', '.join(CONNECTORS)}")
         elif config.kv_connector in SETTINGS:
-            parse_extra(SETTINGS[config.kv_connector], config, path)
+            extra = parse_extra(SETTINGS[config.kv_connector], config, path)
+            if isinstance(extra, NixlSettings):
+                trust = load_trust(extra.kvconn, f"{path}.kv_connector_extra_config.kvconn")
+                keys |= {trust.key.fingerprint: None} if trust.key is not None else {}
         else:
-            _walk_children(config, path, problems, parsed, depth)
+            _walk_children(config, path, problems, parsed, keys, depth)
     except ConfigError as err:
         problems += err.problems
 
 
 def _walk_children(
-    config: KVTransferConfig, path: str, problems: list[str], parsed: dict[str, KVTransferConfig], depth: int
+    config: KVTransferConfig,
+    path: str,
+    problems: list[str],
+    parsed: dict[str, KVTransferConfig],
+    keys: dict[str, None],
+    depth: int,
 ) -> None:
     where = f"{path}.kv_connector_extra_config.connectors"
     children = parse_extra(MultiSettings, config, path).connectors
@@ -104,7 +118,7 @@ def _walk_children(
                 f"{where}[{index}].kv_load_failure_policy: expected the engine's one policy, "
                 f"{config.kv_load_failure_policy!r}, got {policy!r}"
             )
-        _walk(raw, f"{where}[{index}]", problems, parsed, depth + 1)
+        _walk(raw, f"{where}[{index}]", problems, parsed, keys, depth + 1)
 
 
 def _load(path: str, config: KVTransferConfig) -> Loaded:
@@ -150,5 +164,6 @@ def judge(facts: ConfigFacts) -> list[Finding]:
             )
     if not facts.problems:
         names = ", ".join(facts.connectors.values())
-        found.insert(0, ok(f"kv_transfer_config: {names}; {', '.join(facts.roles)}"))
+        keys = "".join(f"; fleet key {one}" for one in facts.keys)
+        found.insert(0, ok(f"kv_transfer_config: {names}; {', '.join(facts.roles)}{keys}"))
     return found

@@ -1,37 +1,43 @@
 """Pure: block ids, prefix hits and a plan -> the byte ranges of one read.
 
 Rules
-1. Pairs are sorted by local block and neighbours that are neighbours on both sides are joined into runs: NIXL merges
-   only what ascends together on both sides, and pays for every range.
-2. Wrong numbers are a RequestError that names the field; nothing is read then.
-Arrays are int64; a run is (local block, remote block, blocks); a range is (address, bytes).
+1. Blocks are cut into units, the longest runs of tokens that stay together on both sides; each unit that we lack is
+   paired with the unit of theirs that has its tokens. Pairs are sorted by ours, and neighbours on both sides are one
+   range: NIXL merges only what ascends together on both sides, and pays for every range.
+2. Nothing is touched but units of the blocks to fill that hold one of the first ``tokens`` tokens.
+3. Wrong numbers are a RequestError that names the field; nothing is read then.
+Arrays are int64. A unit's index counts through all blocks of a region: block times units per block plus number there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from kvconn.base import BlockIds
 from kvconn.errors import RequestError
-from kvconn.nixl.plan import Plan, RegionPair
-from kvconn.transport.base import MemType
+from kvconn.geometry import blocks_for
+from kvconn.nixl.plan import Lane, Memory, Permute, Plan, Slots
+from kvconn.transport.base import Descs, MemType
 
-__all__ = ["Read", "Runs", "pair_blocks", "ranges", "reads", "to_runs"]
+__all__ = ["NO_BLOCK", "Read", "pair_units", "permuted", "ranges", "reads", "to_runs"]
 
-#: shape (n, 3): first local block, first remote block, number of blocks.
-Runs = npt.NDArray[np.int64]
+#: in a list of blocks to fill: nothing is to be filled here
+NO_BLOCK: Final = -1
+FIELD: Final = "kv_transfer_params.remote_block_ids"
+Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class Read:
     """One read to post: ranges of shape (n, 2), address and bytes, and the memory on either side, of one kind each."""
 
-    local: npt.NDArray[np.int64]
-    remote: npt.NDArray[np.int64]
+    local: Descs
+    remote: Descs
     local_mem: MemType = "DRAM"
     remote_mem: MemType = "DRAM"
     local_device: int = 0
@@ -45,67 +51,153 @@ class Read:
 def reads(
     plan: Plan, local: BlockIds, remote: BlockIds, hits: Sequence[int], *, tokens: int, held: int
 ) -> tuple[Read, ...]:
-    """What to read of one source; nothing where it is only told, or everything is there.
+    """What to read of one source, one read per pair of memories; none where it is only told, or all is there.
 
-    ``local[g]``: our blocks from number ``hits[g]`` on; ``remote[g]``: the producer's. ``tokens``: how many of the
-    prompt's first must stand afterwards; ``held``: how many the producer holds. Raises RequestError.
+    ``local[g]``: our blocks from number ``hits[g]`` of the prompt on, ``NO_BLOCK`` where there is none; ``remote[g]``:
+    the producer's blocks, of a window its last ones, of state its slot. ``tokens``: how many of the prompt's first must
+    stand afterwards; ``held``: how many the producer holds. Raises RequestError.
     """
-    mine, theirs = ranges(plan, pair_blocks(local, remote, hits, plan.remote_blocks))
-    return (Read(mine, theirs),) if len(mine) else ()
+    paired: dict[tuple[object, ...], tuple[Ints, Ints]] = {}
+    found: dict[tuple[Memory, Memory], list[tuple[Descs, Descs]]] = {}
+    for lane in plan.lanes:
+        key = (lane.group, lane.remote_group, lane.unit, lane.ours, lane.theirs, lane.kind, lane.pool)
+        if key not in paired:
+            paired[key] = pair_units(lane, local, remote, hits[lane.group], tokens, held)
+        if len(paired[key][0]):
+            found.setdefault((lane.local, lane.remote), []).append(ranges(lane, *paired[key]))
+    return tuple(
+        Read(
+            np.concatenate([one for one, _ in parts]), np.concatenate([other for _, other in parts]),
+            mine.mem_type, theirs.mem_type, mine.device_id, theirs.device_id,
+        )
+        for (mine, theirs), parts in found.items()
+    )  # fmt: skip
 
 
-def pair_blocks(local: BlockIds, remote: BlockIds, hits: Sequence[int], n_remote_blocks: int) -> list[Runs]:
-    """Runs per cache group.
-
-    ``local[g]`` are the blocks to fill; ``remote[g]`` the producer's whole list, whose first ``hits[g]`` blocks we
-    have already and whose surplus tail nobody needs. ``n_remote_blocks`` is the peer's pool. Raises RequestError.
-    """
-    field = "kv_transfer_params.remote_block_ids"
-    if len(local) != len(remote):
-        raise RequestError(field, f"{len(local)} cache groups", len(remote))
-    paired: list[Runs] = []
-    for group, (mine, theirs, hit) in enumerate(zip(local, remote, hits, strict=True)):
-        needed = theirs[hit : hit + len(mine)]
-        if len(needed) < len(mine):
-            raise RequestError(f"{field}[{group}]", f"at least {hit + len(mine)} blocks", len(theirs))
-        if needed and max(needed) >= n_remote_blocks:
-            raise RequestError(f"{field}[{group}]", f"block ids below the peer's {n_remote_blocks}", max(needed))
-        paired.append(to_runs(np.array(mine, dtype=np.int64), np.array(needed, dtype=np.int64)))
-    return paired
+def permuted(plans: Sequence[Plan], local: BlockIds) -> list[tuple[Permute, Ints]]:
+    """What to put in order when every read of a load is quiet, and in which of our kernel blocks."""
+    todo: dict[Permute, Ints] = {}
+    for plan in plans:
+        kernel = {lane.group: lane.ours.kernel for lane in plan.lanes}
+        for permute in plan.permutes:
+            if permute not in todo:
+                group = permute.region.group
+                todo[permute] = _kernel_blocks(_present(local[group]), kernel[group])
+    return [(permute, blocks) for permute, blocks in todo.items() if len(blocks)]
 
 
-def to_runs(local: npt.NDArray[np.int64], remote: npt.NDArray[np.int64]) -> Runs:
-    """Sort pairs by local block and join neighbours. Both arrays have shape (n,)."""
-    if local.size == 0:
-        return np.empty((0, 3), dtype=np.int64)
-    order = np.argsort(local, kind="stable")
-    local, remote = local[order], remote[order]
-    starts = np.flatnonzero(np.r_[True, (np.diff(local) != 1) | (np.diff(remote) != 1)])
-    lengths = np.diff(np.r_[starts, local.size])
-    return np.stack([local[starts], remote[starts], lengths], axis=1)
+def pair_units(lane: Lane, local: BlockIds, remote: BlockIds, hit: int, tokens: int, held: int) -> tuple[Ints, Ints]:
+    """Indices of our units to fill, ascending, and of the units of theirs that fill them. Raises RequestError."""
+    if lane.remote_group >= len(remote):
+        raise RequestError(FIELD, f"at least {lane.remote_group + 1} cache groups", len(remote))
+    field = f"{FIELD}[{lane.remote_group}]"
+    theirs = np.array(remote[lane.remote_group], np.int64)
+    mine = np.array(local[lane.group], np.int64)
+    if lane.kind == "state":
+        at, there = mine[-1:], theirs[-len(mine) :][-1:] if len(mine) else theirs[:0]
+        if len(at) > len(there):
+            raise RequestError(field, "the slot of the state", 0)
+    else:
+        at, there = _attention(lane, mine, theirs, field, hit, tokens, held)
+    highest = int(there.max()) // (lane.theirs.logical // lane.unit) if len(there) else 0
+    if highest >= lane.pool:
+        raise RequestError(field, f"block ids below the peer's {lane.pool}", highest)
+    order = np.argsort(at, kind="stable")
+    return at[order], there[order]
 
 
-def ranges(plan: Plan, runs: Sequence[Runs]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Local and remote byte ranges, each of shape (n, 2), for every region of the plan."""
-    parts = [_region_ranges(pair, runs[pair.local.group]) for pair in plan.pairs if len(runs[pair.local.group])]
-    if not parts:
-        empty = np.empty((0, 2), dtype=np.int64)
-        return empty, empty
-    return np.concatenate([p[0] for p in parts]), np.concatenate([p[1] for p in parts])
+def _attention(lane: Lane, mine: Ints, theirs: Ints, field: str, hit: int, tokens: int, held: int) -> tuple[Ints, Ints]:
+    """Pairs by the tokens that units hold."""
+    per_block = lane.ours.logical // lane.unit
+    within = np.arange(len(mine) * per_block, dtype=np.int64)  # units from the first block to fill on
+    index = (within + hit * per_block) * lane.unit  # of a unit's first token among this rank's
+    first, last = _prompt(lane.ours, index), _prompt(lane.ours, index + lane.unit - 1)
+    other = index if lane.ours.share == lane.theirs.share else _index(lane.theirs, first)
+    start = max(0, tokens - lane.window) if lane.window is not None else 0  # the last one may be computed again
+    wanted = (np.repeat(mine, per_block) >= 0) & (first < tokens) & (other >= 0)
+    skipped = blocks_for(held, lane.theirs.prompt) - len(theirs) if lane.window is not None else 0
+    unit = other // lane.unit - max(0, skipped) * (lane.theirs.logical // lane.unit)
+    there = (unit >= 0) & (unit < len(theirs) * (lane.theirs.logical // lane.unit))
+    lost = wanted & ~there & (last >= start)
+    if lost.any():
+        need = int((unit[lost].max() * lane.unit) // lane.theirs.logical) + 1
+        raise RequestError(field, f"at least {max(need, len(theirs) + 1)} blocks", len(theirs))
+    wanted &= there
+    return _units(mine, within[wanted], per_block), _units(theirs, unit[wanted], lane.theirs.logical // lane.unit)
 
 
-def _region_ranges(pair: RegionPair, runs: Runs) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    if not pair.dense:
-        runs = _single(runs)
-    length = runs[:, 2] * pair.local.length
-    local = np.stack([pair.local.base + runs[:, 0] * pair.local.stride, length], axis=1)
-    remote = np.stack([pair.remote_base + runs[:, 1] * pair.remote_stride, length], axis=1)
-    return local, remote
+def _prompt(slots: Slots, index: Ints) -> Ints:
+    """Positions in the prompt of a rank's tokens."""
+    share = slots.share
+    if share.dcp == 1:
+        return index
+    turn, within = np.divmod(index, share.interleave)
+    return (turn * share.dcp + share.rank) * share.interleave + within
 
 
-def _single(runs: Runs) -> Runs:
-    """The same pairs as runs of one block."""
-    counts = runs[:, 2]
-    within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-    first = np.repeat(runs[:, :2], counts, axis=0) + within[:, None]
-    return np.concatenate([first, np.ones((len(first), 1), dtype=np.int64)], axis=1)
+def _index(slots: Slots, position: Ints) -> Ints:
+    """Indices among a rank's tokens of positions in the prompt; -1 for those of other ranks."""
+    share = slots.share
+    if share.dcp == 1:
+        return position
+    turn, within = np.divmod(position, share.interleave)
+    return np.where(turn % share.dcp == share.rank, turn // share.dcp * share.interleave + within, -1)
+
+
+def _units(blocks: Ints, unit: Ints, per_block: int) -> Ints:
+    """Indices in the pool of units that are numbered through a list of logical blocks."""
+    number, within = np.divmod(unit, per_block)
+    return blocks[number] * per_block + within
+
+
+def _present(blocks: Sequence[int]) -> Ints:
+    ids = np.array(blocks, np.int64)
+    return ids[ids >= 0]
+
+
+def _kernel_blocks(ids: Ints, kernel: int) -> Ints:
+    return (ids[:, None] * kernel + np.arange(kernel)).reshape(-1)
+
+
+def to_runs(at: Ints, there: Ints, breaks: tuple[int, int] = (0, 0)) -> Ints:
+    """Rows (ours, theirs, units): neighbours on both sides are joined, except where a multiple of ``breaks`` begins."""
+    if not len(at):
+        return np.empty((0, 3), np.int64)
+    begins = (np.diff(at) != 1) | (np.diff(there) != 1)
+    for units, every in zip((at, there), breaks, strict=True):
+        if every:
+            begins |= units[1:] % every == 0
+    starts = np.flatnonzero(np.r_[True, begins])
+    return np.stack([at[starts], there[starts], np.diff(np.r_[starts, len(at)])], axis=1)
+
+
+def ranges(lane: Lane, at: Ints, there: Ints) -> tuple[Descs, Descs]:
+    """Our and their byte ranges, each of shape (n, 2), of these units in every piece of the lane."""
+    mine, theirs = lane.ours.block // lane.unit, lane.theirs.block // lane.unit  # units of a block
+    whole = (
+        _break(mine, lane.length, lane.local_step, lane.local_stride),
+        _break(theirs, lane.length, lane.remote_step, lane.remote_stride),
+    )
+    runs = to_runs(at, there, whole)
+    bases = np.array(lane.bases, np.int64)
+    offsets = np.stack(
+        [
+            runs[:, 0] // mine * lane.local_stride + runs[:, 0] % mine * lane.local_step,
+            runs[:, 1] // theirs * lane.remote_stride + runs[:, 1] % theirs * lane.remote_step,
+        ],
+        axis=1,
+    )
+    if len(bases) > 1 and bases[-1, 0] - bases[0, 0] < lane.local_stride:  # pieces of one block: block by block
+        places = (offsets[:, None, :] + bases[None, :, :]).reshape(-1, 2)
+        lengths = np.repeat(runs[:, 2] * lane.length, len(bases))
+    else:
+        places = (bases[:, None, :] + offsets[None, :, :]).reshape(-1, 2)
+        lengths = np.tile(runs[:, 2] * lane.length, len(bases))
+    return np.stack([places[:, 0], lengths], axis=1), np.stack([places[:, 1], lengths], axis=1)
+
+
+def _break(units: int, length: int, step: int, stride: int) -> int:
+    """Where runs end: at every unit, at every block, or (0) nowhere, as far as bytes are neighbours."""
+    if units > 1 and step != length:
+        return 1
+    return 0 if stride == units * length else units

@@ -3,202 +3,386 @@
 Rules
 1. No value of a peer is trusted: whatever does not fit is an :class:`Incompatible` that names the field, ours, theirs
    and what to do. Nothing here raises.
-2. A feature is data in the plan, never a branch in the worker. A head group is a region whose blocks are a part of the
-   blocks it lies in, so that pairing knows nothing of heads.
-3. :func:`routes` says whom one rank reads or tells, :func:`make_plan` what it reads of one of them. Every rank of
-   theirs is told by exactly the ranks of ours that ``Route.readers`` counts: what is read by nobody (a copy of a head)
-   is told by one, so that no rank of theirs waits for its lease.
-Both sides have pp 1, dcp 1, equal blocks and equal groups, and TP sizes of which one divides the other; replicated PCP
-on the producer needs nothing of the reader, because only the canonical replica publishes itself.
+2. A feature is data in the plan, never a branch in the worker. Heads, stages, DCP, block sizes and layouts all end in
+   lanes: pieces of one length at fixed places in blocks, and how blocks of either side hold the prompt's tokens.
+3. Regions are paired by the names of their layers. What one source lacks another stage may have: :func:`missing` says,
+   when all sources of a peer are planned, what none has.
+4. Where the two layouts would tear every token apart, bytes land as the peer has them and a :class:`Permute` puts the
+   block in order when all sources are quiet.
+State groups (kind ``state``) have no tokens: their one slot is read whole, between equal shares.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import Final, cast
 
 import msgspec
 
-from kvconn.geometry import HeadShare, Place, RankCache, Region, Share, Side
+from kvconn.base import CacheKind, Cells
+from kvconn.geometry import Place, RankCache, Region, TokenShare
+from kvconn.nixl.routes import MAX_TP, WHOLE, Incompatible, Route, routes
+from kvconn.nixl.strips import Strip, cut, halves, joined, landing, plain, unit_of
 from kvconn.nixl.wire import AgentMetadata, KvconnAgent
+from kvconn.params import MAX_GROUPS
+from kvconn.transport.base import MemType
 
-__all__ = ["Incompatible", "Plan", "RegionPair", "Route", "make_plan", "missing", "routes"]
+__all__ = [
+    "MAX_TP",
+    "WHOLE",
+    "Incompatible",
+    "Lane",
+    "Memory",
+    "Permute",
+    "Plan",
+    "Route",
+    "Slots",
+    "make_plan",
+    "missing",
+    "routes",
+]
 
-#: TP ranks of one side; every dividing pair up to it is tested, and it bounds what a peer's number makes us compute.
-MAX_TP: Final = 16
-#: pipeline stages of one side, and tokens of one turn of DCP
-MAX_PP: Final = 64
-MAX_INTERLEAVE: Final = 4096
+#: tokens of a block, and blocks of a kernel in a logical one: bounds for a peer's numbers
+MAX_BLOCK_SIZE: Final = 1 << 16
+MAX_KERNEL_BLOCKS: Final = 1 << 12
+#: regions of one layer: K and V, or the tensors of its state
+MAX_TENSORS: Final = 8
+#: kv_cache_layout without cells: are tokens before heads in a block?
+LAYOUTS: Final = {"LBHNC": False, "BLHNC": False, "LBNHC": True, "BLNHC": True}
 
 
-class Incompatible(msgspec.Struct, frozen=True):
-    """Why this pair cannot exchange KV: the first field that differs."""
+class Memory(msgspec.Struct, frozen=True):
+    """Where regions lie."""
 
-    field: str
-    ours: str
-    theirs: str
-    hint: str
-
-    def __str__(self) -> str:
-        return f"{self.field}: ours {self.ours}, theirs {self.theirs} ({self.hint})"
+    mem_type: MemType = "DRAM"
+    device_id: int = 0
 
 
-class RegionPair(msgspec.Struct, frozen=True):
-    """A region of ours, or a part of one, and where the peer has what fills it. Bytes; equal block lengths."""
+class Slots(msgspec.Struct, frozen=True):
+    """How blocks of a side hold a rank's tokens: ``kernel`` blocks of ``block`` tokens are one logical block."""
 
-    local: Region
-    remote_base: int
-    remote_stride: int
+    block: int
+    kernel: int = 1
+    share: TokenShare = TokenShare()
 
     @property
-    def dense(self) -> bool:
-        """True when a run of blocks is one range on both sides."""
-        return self.local.dense and self.remote_stride == self.local.length
+    def logical(self) -> int:
+        """Tokens of one rank in a block that a scheduler knows by one id."""
+        return self.block * self.kernel
+
+    @property
+    def prompt(self) -> int:
+        """Tokens of the prompt in it, over all DCP ranks."""
+        return self.logical * self.share.dcp
+
+
+class Lane(msgspec.Struct, frozen=True):
+    """Pieces that share one list of blocks: for every unit of ``unit`` tokens, ``length`` bytes at each of ``bases``.
+
+    ``bases``: (ours, theirs), the address of a piece in block 0. Blocks are ``*_stride``, the units of a block
+    ``*_step`` bytes apart. ``pool``: logical blocks of theirs.
+    """
+
+    group: int
+    remote_group: int
+    kind: CacheKind
+    window: int | None
+    ours: Slots
+    theirs: Slots
+    pool: int
+    unit: int
+    length: int
+    local_stride: int
+    local_step: int
+    remote_stride: int
+    remote_step: int
+    local: Memory
+    remote: Memory
+    bases: tuple[tuple[int, int], ...] = ()
+
+
+class Permute(msgspec.Struct, frozen=True):
+    """Blocks of one of our regions that land as ``[outer, rows, columns, size]`` and must be ``[outer, columns, rows,
+    size]``; ``size`` in bytes."""
+
+    region: Region
+    outer: int
+    rows: int
+    columns: int
+    size: int
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """What one rank of ours reads of one rank of theirs. ``readers``: how many of our ranks read from that rank."""
+    """What one rank of ours reads of one rank of theirs. ``readers``: how many of our ranks tell that rank.
 
-    pairs: tuple[RegionPair, ...]
-    remote_blocks: int
+    ``lacks``: per region of ours a mask of what this source has not, two bits per head.
+    """
+
+    lanes: tuple[Lane, ...]
     readers: int = 1
     source: Place = Place(0, 0)
+    permutes: tuple[Permute, ...] = ()
+    lacks: tuple[int, ...] = ()
     #: the peer's fence and the key its references are sealed with; None for a peer that has none
     fence: KvconnAgent | None = None
     seal_key: bytes = b""
 
 
-class Route(msgspec.Struct, frozen=True):
-    """A rank of theirs that a rank of ours tells when it is done, and reads ``count`` heads of from ``first`` on.
-
-    ``count`` 0: it is told and not read. ``readers``: how many of our ranks tell it.
-    """
-
-    source: Place
-    first: int
-    count: int
-    readers: int
-    ours: Share
-    theirs: Share
-
-
-#: equal geometry at one rank: all of ours is all of theirs
-WHOLE: Final = Route(Place(0, 0), 0, 1, 1, Share(HeadShare(0, 1)), Share(HeadShare(0, 1)))
-
-
-def routes(ours: Side, theirs: Side, place: Place) -> tuple[Route, ...] | Incompatible:
-    """The ranks of a peer that our rank at ``place`` reads or tells, by their place.
-
-    Every stage of ours tells every stage of theirs, whoever has the layers: which they are is known only from both.
-    """
-    problem = _impossible(ours, theirs)
-    if problem is not None:
-        return problem
-    mine = [share for tp in range(ours.tp) if (share := Share.of(ours, tp)) is not None]
-    others = [share for tp in range(theirs.tp) if (share := Share.of(theirs, tp)) is not None]
-    if len(mine) < ours.tp or len(others) < theirs.tp:
-        hint = (
-            f"{ours.kv_heads} KV heads and the TP size must divide one another, DCP the ranks per head, on both sides"
-        )
-        return Incompatible("kv heads per rank", _sizes(ours), _sizes(theirs), hint)
-    found: list[Route] = []
-    for pp in range(theirs.pp):
-        for tp, share in enumerate(others):
-            readers = [rank for rank, own in enumerate(mine) if _common(own, share)[1]]
-            first, count = _common(mine[place.tp], share)
-            if place.tp in readers or (not readers and place.tp == tp * ours.tp // theirs.tp):
-                told = max(1, len(readers)) * ours.pp
-                found.append(Route(Place(pp, tp), first, count, told, mine[place.tp], share))
-    return tuple(found)
-
-
-def _impossible(ours: Side, theirs: Side) -> Incompatible | None:
-    """Sizes that no pair can have, or this one can't."""
-    bounds = (("tp size", "tp", MAX_TP), ("pp size", "pp", MAX_PP), ("dcp size", "dcp", MAX_TP))
-    for field, name, most in bounds:
-        a, b = getattr(ours, name), getattr(theirs, name)
-        if not (1 <= a <= most and 1 <= b <= most):
-            return Incompatible(field, str(a), str(b), f"1 to {most} on either side")
-        if name != "pp" and a % b and b % a:
-            return Incompatible(field, str(a), str(b), "one must divide the other")
-    a, b = ours.interleave, theirs.interleave
-    if not (1 <= a <= MAX_INTERLEAVE and 1 <= b <= MAX_INTERLEAVE) or (a % b and b % a):
-        return Incompatible(
-            "dcp interleave", str(a), str(b), f"tokens, 1 to {MAX_INTERLEAVE}, one a multiple of the other"
-        )
-    if ours.kv_heads != theirs.kv_heads or ours.kv_heads < 1:
-        return Incompatible("kv heads", str(ours.kv_heads), str(theirs.kv_heads), "the models differ")
-    return None
-
-
-def _sizes(side: Side) -> str:
-    return f"tp {side.tp}" + (f" dcp {side.dcp}" if side.dcp > 1 else "")
-
-
-def _common(ours: Share, theirs: Share) -> tuple[int, int]:
-    """First and number of the heads that the one reads of the other. Of copies, one: ours spread evenly over theirs."""
-    mine, other = ours.heads, theirs.heads
-    first = max(mine.first, other.first)
-    count = min(mine.first + mine.count, other.first + other.count) - first
-    if count <= 0 or mine.copy * other.copies // mine.copies != other.copy or not ours.tokens.meets(theirs.tokens):
-        return first, 0
-    return first, count
-
-
 def make_plan(ours: RankCache, theirs: AgentMetadata, route: Route = WHOLE) -> Plan | Incompatible:
     """What one rank of ours reads of the rank of theirs that ``route`` names."""
-    problem = _differs(ours.regions, ours.block_size, theirs, route)
+    problem = _impossible(ours, theirs, route)
     if problem is not None:
         return problem
-    mine, other = route.ours.heads, route.theirs.heads
-    pairs: list[RegionPair] = []
-    for region, base, stride in zip(ours.regions, theirs.kv_caches_base_addr, theirs.block_strides, strict=True):
-        head = region.length // mine.count
-        if route.count:
-            part = region.part((route.first - mine.first) * head, route.count * head)
-            pairs.append(RegionPair(part, base + (route.first - other.first) * head, stride))
-    return Plan(tuple(pairs), theirs.num_blocks, route.readers, route.source)
+    named = _by_layer(ours, theirs)
+    if isinstance(named, Incompatible):
+        return named
+    if not route.count:
+        return Plan((), route.readers, route.source, lacks=(-1,) * len(ours.regions))
+    tensors = Counter(region.name for region in ours.regions)
+    seen: Counter[str] = Counter()
+    lanes: dict[Lane, list[tuple[int, int]]] = {}
+    permutes: list[Permute] = []
+    lacks: list[int] = []
+    for region in ours.regions:
+        lack = (1 << 2 * route.ours.heads.count) - 1
+        indices = named.get(region.name, [])
+        apart = tensors[region.name] > 1 or len(indices) > 1
+        number, seen[region.name] = seen[region.name], seen[region.name] + 1
+        for index in indices[number : number + 1] if _kind(ours, region) == "state" else indices:
+            pair = _Pair(ours, theirs, route, region, index, apart)
+            found = pair.planned()
+            if isinstance(found, Incompatible):
+                return found
+            if pair.mask & ~lack:
+                return Incompatible(
+                    f"layer {region.name}", "once", "twice", "two regions of theirs have the same of it"
+                )
+            for lane, bases in found:
+                lanes.setdefault(lane, []).extend(bases)
+            permutes += pair.permutes
+            lack &= ~pair.mask
+        lacks.append(lack)
+    return Plan(tuple(_whole(lanes)), route.readers, route.source, tuple(permutes), tuple(lacks))
 
 
 def missing(ours: RankCache, plans: Sequence[Plan]) -> Incompatible | None:
-    """What of ours no source of a peer has, when all its sources that we read are planned."""
+    """What of ours none of a peer's sources has, when all of them are planned, or what they'd land differently."""
+    for index, region in enumerate(ours.regions):
+        lack = -1
+        for plan in plans:
+            lack &= plan.lacks[index]
+        if lack:
+            return Incompatible(f"layer {region.name}", "needed", "in no stage", "the models differ, or their stages")
+    shapes: dict[Region, Permute] = {}
+    for permute in (one for plan in plans for one in plan.permutes):
+        if shapes.setdefault(permute.region, permute) != permute:
+            return Incompatible(f"layout of {permute.region.name}", "one", "several", "all ranks of a peer must agree")
     return None
 
 
-def _differs(regions: Sequence[Region], block_size: int, theirs: AgentMetadata, route: Route) -> Incompatible | None:
-    planned = "this version reads from peers of equal geometry"
-    if theirs.dcp_size != 1:
-        return Incompatible("dcp size", "1", str(theirs.dcp_size), planned)
-    if theirs.block_size != block_size:
-        return Incompatible("block size", str(block_size), str(theirs.block_size), planned)
-    if theirs.physical_blocks_per_logical_kv_block != 1:
-        return Incompatible("kernel blocks per block", "1", str(theirs.physical_blocks_per_logical_kv_block), planned)
-    if len(regions) != len(theirs.kv_caches_base_addr):
-        return Incompatible("regions", str(len(regions)), str(len(theirs.kv_caches_base_addr)), "layers differ")
-    names = [region.name for region in regions]
-    if theirs.region_names is not None and theirs.region_names != names:
-        mine, other = next((a, b) for a, b in zip(names, theirs.region_names, strict=True) if a != b)
-        return Incompatible("region name", mine, other, "layers are paired by name and order")
-    for index, region in enumerate(regions):
-        head, odd = divmod(region.length, route.ours.heads.count)
-        if odd or theirs.block_lens[index] != head * route.theirs.heads.count:
+def _impossible(ours: RankCache, theirs: AgentMetadata, route: Route) -> Incompatible | None:
+    """What cannot be, whatever the regions."""
+    sharing = route.theirs.tokens
+    said = theirs.kvconn.interleave if theirs.kvconn is not None else sharing.interleave
+    dtype = theirs.kvconn.dtype if theirs.kvconn is not None else ""
+    contradicts = "the peer contradicts the reference"
+    if ours.dtype and dtype and ours.dtype != dtype:
+        return Incompatible("kv dtype", ours.dtype, dtype, "must be the same on both sides")
+    if theirs.dcp_size != sharing.dcp:
+        return Incompatible("dcp size", str(sharing.dcp), str(theirs.dcp_size), contradicts)
+    if sharing.dcp > 1 and said != sharing.interleave:
+        return Incompatible("dcp interleave", str(sharing.interleave), str(said), contradicts)
+    if not 0 < theirs.block_size <= MAX_BLOCK_SIZE:
+        return Incompatible("block size", str(ours.block_size), str(theirs.block_size), f"1 to {MAX_BLOCK_SIZE}")
+    kernel = theirs.physical_blocks_per_logical_kv_block
+    if not 0 < kernel <= MAX_KERNEL_BLOCKS:
+        return Incompatible(
+            "kernel blocks per block", str(ours.kernel_blocks), str(kernel), f"1 to {MAX_KERNEL_BLOCKS}"
+        )
+    for share, size in ((route.ours.tokens, ours.block_size), (sharing, theirs.block_size * kernel)):
+        if share.dcp > 1 and size % share.interleave:
+            return Incompatible("dcp interleave", f"{ours.block_size} tokens", f"{size} tokens", "must divide a block")
+    return None
+
+
+def _by_layer(ours: RankCache, theirs: AgentMetadata) -> dict[str, list[int]] | Incompatible:
+    """Their regions of each layer; those of a peer that names none are ours in order."""
+    names = theirs.region_names
+    if names is None:
+        if len(theirs.kv_caches_base_addr) != len(ours.regions):
+            counts = str(len(ours.regions)), str(len(theirs.kv_caches_base_addr))
+            return Incompatible("regions", *counts, "a peer that does not name its layers must have all of ours")
+        names = [region.name for region in ours.regions]
+    named: dict[str, list[int]] = {}
+    for index, name in enumerate(names):
+        named.setdefault(name, []).append(index)
+    for name, indices in named.items():
+        if len(indices) > MAX_TENSORS:
+            return Incompatible(
+                f"tensors of {name}", f"at most {MAX_TENSORS}", str(len(indices)), "K and V, or a state's"
+            )
+    return named
+
+
+def _kind(ours: RankCache, region: Region) -> CacheKind:
+    return ours.groups[region.group].kind
+
+
+class _Pair:
+    """One region of ours and one of theirs of the same layer; ``apart``: that layer has several on a side."""
+
+    def __init__(
+        self, ours: RankCache, theirs: AgentMetadata, route: Route, region: Region, index: int, apart: bool
+    ) -> None:
+        self.route = route
+        self.region = region
+        self.theirs = theirs
+        self.index = index
+        self.apart = apart
+        self.group = ours.groups[region.group]
+        self.slots = Slots(ours.block_size // ours.kernel_blocks, ours.kernel_blocks, route.ours.tokens)
+        self.others = Slots(theirs.block_size, theirs.physical_blocks_per_logical_kv_block, route.theirs.tokens)
+        self.mask = 0
+        self.permutes: list[Permute] = []
+
+    def planned(self) -> list[tuple[Lane, list[tuple[int, int]]]] | Incompatible:
+        """A lane and its pieces; none where the two have no part of the layer in common."""
+        place = self._place()
+        if isinstance(place, Incompatible):
+            return place
+        if self.group.kind == "state":
+            return self._state(*place)
+        cells = self._cells()
+        if isinstance(cells, Incompatible):
+            return cells
+        mine, other = cells
+        part = max(mine.part, other.part)
+        parts = min(mine.part + mine.parts, other.part + other.parts) - part
+        if parts <= 0:
+            return []
+        self._cover(mine, part, parts)
+        at = mine.at(part - mine.part, self.route.first - self.route.ours.heads.first, 0)
+        there = other.at(part - other.part, self.route.first - self.route.theirs.heads.first, 0)
+        unit = unit_of(*((s.block, s.share.dcp, s.share.interleave) for s in (self.slots, self.others)))
+        strip = cut(parts, self.route.count, unit, mine, other)
+        if strip.unit < unit and parts == mine.parts:
+            strip, at = self._landed(strip, at, unit, mine, other)
+        base = self.theirs.kv_caches_base_addr[self.index] + there
+        return [self._lane(strip, self.region.base + at, base, *place)]
+
+    def _cover(self, mine: Cells, part: int, parts: int) -> None:
+        """Two bits per head: K and V, or both of what is not told apart."""
+        bits = 3 if mine.parts == 1 else sum(1 << p - mine.part for p in range(part, part + parts))
+        first = self.route.first - self.route.ours.heads.first
+        self.mask = sum(bits << 2 * head for head in range(first, first + self.route.count))
+
+    def _landed(self, strip: Strip, at: int, unit: int, mine: Cells, other: Cells) -> tuple[Strip, int]:
+        """Rule 4, where it helps: the strip that lands as it is, and where."""
+        first, count = self.route.first - self.route.ours.heads.first, self.route.count
+        land = landing(self.region.length, first, count, mine, other)
+        if land is None:
+            return strip, at
+        cells, offset, shape = land
+        whole = cut(cells.parts, count, unit, cells, joined(other))
+        if whole.unit < unit:
+            return strip, at
+        self.permutes.append(Permute(self.region, *shape))
+        return whole, offset
+
+    def _state(
+        self, pool: int, remote_group: int, memory: Memory
+    ) -> list[tuple[Lane, list[tuple[int, int]]]] | Incompatible:
+        """One slot, read whole of the rank that has the same share."""
+        if self.route.ours != self.route.theirs:
+            return Incompatible(
+                f"share of {self.region.name}", str(self.route.ours.heads), str(self.route.theirs.heads),
+                "state can't be cut: TP and DCP sizes must be equal",
+            )  # fmt: skip
+        length = self.theirs.block_lens[self.index]
+        if length != self.region.length:
+            hint = "dtype or state sizes differ"
+            return Incompatible(f"state of {self.region.name}", f"{self.region.length} B", f"{length} B", hint)
+        self.mask = (1 << 2 * self.route.ours.heads.count) - 1
+        strip = Strip(1, length, length, length, ((0, 0),))
+        self.slots, self.others = Slots(1), Slots(1)
+        base = self.theirs.kv_caches_base_addr[self.index]
+        return [self._lane(strip, self.region.base, base, pool, remote_group, memory)]
+
+    def _lane(
+        self, strip: Strip, at: int, there: int, pool: int, remote_group: int, memory: Memory
+    ) -> tuple[Lane, list[tuple[int, int]]]:
+        region = self.region
+        lane = Lane(
+            region.group, remote_group, self.group.kind, self.group.window, self.slots, self.others, pool, strip.unit,
+            strip.length, region.stride, strip.local_step, self.theirs.block_strides[self.index], strip.remote_step,
+            Memory(cast(MemType, region.mem_type), region.device_id), memory,
+        )  # fmt: skip
+        return lane, [(at + mine, there + other) for mine, other in strip.offsets]
+
+    def _place(self) -> tuple[int, int, Memory] | Incompatible:
+        """The size of their pool in logical blocks, their cache group and their memory."""
+        theirs, index, name = self.theirs, self.index, self.region.name
+        blocks = theirs.region_num_blocks[index] if theirs.region_num_blocks is not None else theirs.num_blocks
+        if not 0 < blocks <= theirs.num_blocks:
+            return Incompatible(f"blocks of {name}", str(theirs.num_blocks), str(blocks), "1 to the peer's pool")
+        group = theirs.region_group_ids[index] if theirs.region_group_ids is not None else self.region.group
+        if not 0 <= group < MAX_GROUPS:
+            hint = "a layer that several groups share is not read"
+            return Incompatible(f"cache group of {name}", str(self.region.group), str(group), hint)
+        kind = theirs.region_mem_types[index] if theirs.region_mem_types is not None else self.region.mem_type
+        if kind not in ("DRAM", "VRAM"):
+            return Incompatible(f"memory of {name}", self.region.mem_type, kind, "DRAM or VRAM")
+        if self.group.kind == "state":
+            return blocks, group, Memory(cast(MemType, kind), theirs.device_id)
+        return blocks // self.others.kernel, group, Memory(cast(MemType, kind), theirs.device_id)
+
+    def _cells(self) -> tuple[Cells, Cells] | Incompatible:
+        """Cells of both, of one size."""
+        region, route = self.region, self.route
+        length = self.theirs.block_lens[self.index]
+        heads, others = route.ours.heads.count, route.theirs.heads.count
+        mine = region.cells or plain(region.length, heads, self.slots.block)
+        ours = self.theirs.kvconn
+        said = ours.cells[self.index] if ours is not None and ours.cells else None
+        layout = self.theirs.kv_cache_layout
+        if said is None and layout not in LAYOUTS and others > 1:
+            return Incompatible("kv cache layout", "LBHNC", layout, f"one of {', '.join(LAYOUTS)}")
+        other = said or plain(length, others, self.others.block, LAYOUTS.get(layout, False))
+        if other is not None and not (other.fit(length) and (other.heads, other.tokens) == (others, self.others.block)):
+            expected = f"{others} heads x {self.others.block} tokens in {length} B"
+            return Incompatible(
+                f"cells of {region.name}", expected, str(other), "what the peer says contradicts itself"
+            )
+        if mine is not None and other is not None and mine.size != other.size:
+            if mine.size == 2 * other.size and (self.apart or other.parts > 1):
+                mine = halves(mine)
+            elif other.size == 2 * mine.size and (self.apart or mine.parts > 1):
+                other = halves(other)
+        if mine is None or other is None or mine.size != other.size:
             return Incompatible(
                 f"block length of {region.name}",
-                _length(region.length, route.ours.heads),
-                _length(theirs.block_lens[index], route.theirs.heads),
+                _length(region.length, heads, self.slots.block),
+                _length(length, others, self.others.block),
                 "dtype, head size or kv heads differ",
             )
-        if theirs.region_group_ids is not None and theirs.region_group_ids[index] != region.group:
-            return Incompatible(
-                f"cache group of {region.name}", str(region.group), str(theirs.region_group_ids[index]), planned
-            )
-        blocks = theirs.region_num_blocks[index] if theirs.region_num_blocks is not None else theirs.num_blocks
-        if blocks != theirs.num_blocks:
-            return Incompatible(
-                f"blocks of {region.name}", str(theirs.num_blocks), str(blocks), "one pool size per peer"
-            )
-    return None
+        return mine, other
 
 
-def _length(length: int, share: HeadShare) -> str:
-    return f"{length} B" if share.count == 1 else f"{length} B for {share.count} heads"
+def _length(length: int, heads: int, tokens: int) -> str:
+    return f"{length} B for {heads} head{'s' if heads > 1 else ''} x {tokens} tokens"
+
+
+def _whole(lanes: dict[Lane, list[tuple[int, int]]]) -> Iterable[Lane]:
+    """Lanes with their pieces. Neighbours on both sides are one piece: so block-first pools, where layers are
+    neighbours, are read in as few ranges as layer-first ones."""
+    done: dict[Lane, list[tuple[int, int]]] = {}
+    for lane, bases in lanes.items():
+        bases.sort()
+        ends = [i for i, (a, b) in enumerate(pairwise(bases), 1) if (b[0] - a[0], b[1] - a[1]) != (lane.length,) * 2]
+        for first, end in pairwise([0, *ends, len(bases)]):
+            longer = msgspec.structs.replace(lane, length=(end - first) * lane.length)
+            done.setdefault(longer, []).append(bases[first])
+    for lane, bases in done.items():
+        yield msgspec.structs.replace(lane, bases=tuple(sorted(bases)))

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import importlib
 import logging
-import re
 import threading
 import time
 import uuid
@@ -35,6 +34,7 @@ from kvconn.config import LIMITS
 from kvconn.errors import TransportError
 from kvconn.transport import blame
 from kvconn.transport.base import Descs, HandleState, MemoryRegion, MemType, Progress, Transport
+from kvconn.transport.blob import damage
 from kvconn.transport.ucx import cma_usable, prepare_ucx_env
 
 __all__ = ["NixlTransport", "cma_usable", "prepare_ucx_env"]
@@ -55,11 +55,8 @@ STAND_BACK: Final = 100e-6
 TROUBLE_PAUSE: Final = 50e-3
 #: more notifications than this are not kept: a peer must not fill our memory (C9).
 MAX_NOTIFICATIONS: Final = 65536
+MAX_NOTIFICATION_BYTES: Final = 64 << 20
 #: how long close() waits for the pump, which is at most one progress call away from seeing the flag.
-
-#: the memory type of each descriptor list in a blob. NIXL 1.5 indexes an array with it, unchecked (SIGSEGV).
-_MEM_TYPES: Final = re.compile(rb"nixl[SB]DList\|t\x04\0{7}(.{4})", re.DOTALL)
-MAX_MEM_TYPE: Final = 4
 
 _FINAL: Final = {"DONE": HandleState.DONE, "ERR": HandleState.ERR}
 
@@ -149,6 +146,8 @@ class NixlTransport(Transport):
         self._peers: dict[str, _Peer] = {}
         self._regions: list[Any] = []
         self._inbox: deque[tuple[str, bytes]] = deque()
+        self._inbox_bytes = 0
+        self._shape: bool | None = None  # whether NIXL's blobs are of the shape that we can check
         self._active_until = 0.0
         self._closing = False
         self._agent: Any = _make_agent(self.name, progress, self.backends, num_threads)
@@ -199,10 +198,6 @@ class NixlTransport(Transport):
                 f"add_peer: expected the peer's agent metadata, got {type(blob).__name__} of length "
                 f"{len(blob) if isinstance(blob, bytes) else 'unknown'}; the peer's handshake is wrong"
             )
-        if any(int.from_bytes(kind, "little") > MAX_MEM_TYPE for kind in _MEM_TYPES.findall(blob)):
-            raise TransportError(
-                "add_peer: the blob names a memory type that NIXL has not; the peer sent a damaged one"
-            )
         with self._gate:
             agent = self._open("add_peer")
             for name, known in self._peers.items():
@@ -213,6 +208,9 @@ class NixlTransport(Transport):
                         f"add_peer {name}: this peer is known by another blob. Remove it first: NIXL would forget what "
                         "it knows, under whatever is posted, and for good if this blob is damaged"
                     )
+            wrong = damage(blob)
+            if wrong is not None and self._shape_is_known(agent):
+                raise TransportError(f"add_peer: the peer sent a damaged blob: {wrong}")
             try:
                 raw: bytes = agent.add_remote_agent(blob)
                 name = raw.decode()
@@ -220,6 +218,12 @@ class NixlTransport(Transport):
                 raise blame.mapped(err, f"add_peer from a blob of {len(blob)} bytes") from err
             self._peers[name] = _Peer(blob)
             return name
+
+    def _shape_is_known(self, agent: Any) -> bool:
+        """Does the NIXL that is installed write blobs as we know them? Asked once, of our own."""
+        if self._shape is None:
+            self._shape = damage(bytes(agent.get_agent_metadata())) is None
+        return self._shape
 
     def remove_peer(self, peer: str) -> None:
         """Forget a peer. Refused while we hold a read from it that is not DONE: release says that it is quiet (C6)."""
@@ -354,6 +358,7 @@ class NixlTransport(Transport):
                     log.warning("%s cannot progress: %s", self.name, blame.text(err))
             got = list(self._inbox)
             self._inbox.clear()
+            self._inbox_bytes = 0
             return got
 
     # -- the end
@@ -465,8 +470,10 @@ class NixlTransport(Transport):
         self._active_until = time.monotonic() + ACTIVE_FOR
         for sender, messages in news.items():
             for message in messages:
-                if len(self._inbox) < self._max_notifications:
+                size = self._inbox_bytes + len(message)
+                if len(self._inbox) < self._max_notifications and size <= MAX_NOTIFICATION_BYTES:
                     self._inbox.append((sender, message))
+                    self._inbox_bytes = size
                     continue
                 if not self.dropped_notifications:
                     log.error(

@@ -14,10 +14,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from kvconn.base import ConnectorRole, KVCacheView, KVConnector
 from kvconn.config import ConnectorConfig
-from kvconn.errors import RequestError
+from kvconn.errors import ConfigError, RequestError
 from kvconn.metrics import Stats
 from kvconn.nixl.connector import NixlConnector as NeutralNixlConnector
-from kvconn.params import parse_remote
 from kvconn.vllm.codec import VllmCodec
 from kvconn.vllm.facade import KvconnFacade
 from kvconn.vllm.stats import KvconnNixlProm, KvconnNixlStats, TransferStats
@@ -32,6 +31,10 @@ except ImportError:
 __all__ = ["KvconnNixlConnector", "NixlConnector", "NixlPullConnector"]
 
 
+#: sizes of an engine that the halves know and that were not run in vLLM
+NOT_RUN = ("pp", "dcp")
+
+
 class KvconnNixlConnector(KvconnFacade):
     """The pull connector. Raises ConfigError for what this version cannot do."""
 
@@ -43,11 +46,20 @@ class KvconnNixlConnector(KvconnFacade):
         super().__init__(vllm_config, role, kv_cache_config)
 
     def on_new_request(self, request: Any) -> None:
-        if getattr(request, "abort_immediately", False) and not _readable(request, self._view.block_size):
+        if getattr(request, "abort_immediately", False) and not self._readable(request):
             return  # vLLM's notice that a request failed, with the params that were refused when it came
         super().on_new_request(request)
 
+    def _readable(self, request: Any) -> bool:
+        assert isinstance(self.inner, NeutralNixlConnector)
+        try:
+            self.inner.scheduler.reference(request.kv_transfer_params)
+        except RequestError:
+            return False
+        return True
+
     def make(self, config: ConnectorConfig, role: ConnectorRole, kv_cache: KVCacheView) -> KVConnector:
+        _check_sizes(config)
         return NeutralNixlConnector(config, role, kv_cache, codec=self._codec)
 
     def to_vllm_stats(self, stats: Stats | None) -> KvconnNixlStats | None:
@@ -64,12 +76,12 @@ class KvconnNixlConnector(KvconnFacade):
         return KvconnNixlProm(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
 
-def _readable(request: Any, block_size: int) -> bool:
-    try:
-        parse_remote(request.kv_transfer_params, block_size)
-    except RequestError:
-        return False
-    return True
+def _check_sizes(config: ConnectorConfig) -> None:
+    """Raise ConfigError for every size above 1 that was not run in vLLM."""
+    sizes = {name: getattr(config.parallel, name) for name in NOT_RUN}
+    problems = [f"parallel.{name}: not run in vLLM, expected 1, got {size}" for name, size in sizes.items() if size > 1]
+    if problems:
+        raise ConfigError(problems)
 
 
 NixlConnector = NixlPullConnector = KvconnNixlConnector

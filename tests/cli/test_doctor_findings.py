@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from kvconn.doctor import agent, children, disk, gpu, host, pair, ports, run, settings, ucx
 from kvconn.doctor.children import Ending, complaint, explain, parse
 from kvconn.doctor.findings import Finding, Report, fail, ok, warn
+from kvconn.trust import read_key
 
 GIB = 1 << 30
 
@@ -262,6 +263,7 @@ class TestPorts:
     def test_fine(self):
         assert levels(self.judge(remote=True)) == ["ok", "ok", "ok"]
         assert levels(self.judge(host="localhost", addresses=("127.0.0.1",))) == ["ok", "ok", "ok"]
+        assert levels(self.judge(remote=True, host="fd00::1", addresses=("fd00::1",))) == ["ok", "ok", "ok"]
 
     @pytest.mark.parametrize(
         ("changes", "level", "said"),
@@ -270,7 +272,6 @@ class TestPorts:
             ({"addresses": ("127.0.0.1",), "remote": True}, "fail", "is loopback"),
             ({"addresses": ("0.0.0.0",)}, "warn", "is every address"),
             ({"addresses": ("0.0.0.0",), "remote": True}, "fail", "is every address"),
-            ({"addresses": ("::1",)}, "fail", "is IPv6"),
             (
                 {"tried": (ports.Tried(5600, "EADDRINUSE", "process 7 (python)"),)},
                 "fail",
@@ -323,6 +324,10 @@ class TestDisk:
         assert disk.kind_of("/elsewhere", mounts) == "ext4"
 
 
+def nixl(kvconn):
+    return {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"kvconn": kvconn}}
+
+
 class TestSettings:
     def test_fine(self):
         facts = settings.gather('{"kv_connector": "NixlConnector", "kv_role": "kv_both"}')
@@ -339,11 +344,24 @@ class TestSettings:
                 multi({"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}),
                 "[0].kv_load_failure_policy: expected the engine's one policy, 'fail'",
             ),
+            (
+                multi(nixl({"key_file": "/no/such/key"})),
+                "connectors[0].kv_connector_extra_config.kvconn.key_file: /no/",
+            ),
+            (multi(nixl({"require_auth": True})), "kvconn.require_auth: expected a key_file beside it"),
+            (multi(nixl({"allow": ["host"]})), "kvconn.allow: expected networks"),
         ],
     )
     def test_not_fine(self, raw, said):
         found = worst(settings.judge(settings.gather(raw)))
         assert found.level == "fail" and said in found.title
+
+    def test_a_key_is_shown_by_its_fingerprint(self, tmp_path):
+        key = tmp_path / "fleet.key"
+        key.write_text("s" * 32)
+        key.chmod(0o600)
+        (found,) = settings.judge(settings.gather(multi(nixl({"key_file": str(key)}))))
+        assert found.title.endswith(f"; fleet key {read_key(str(key)).fingerprint}") and "sss" not in found.title
 
     def test_children_of_children_end_somewhere(self):
         raw = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}

@@ -122,7 +122,7 @@ def test_a_request_that_is_aborted_while_it_waits_frees_its_producers_blocks(sta
     p, d = start("P", transfer=PRODUCER), start("D", transfer=CONSUMERS[composition], num_blocks=8, max_num_seqs=1)
     prompt = unique_tokens("a", 40)
     handed = prefilled(p, "a", prompt)  # before the first runs, which must not end by itself meanwhile
-    d.submit(EngineRequest("first", unique_tokens("first", 8), 110))
+    d.submit(EngineRequest("first", unique_tokens("first", 8), 56))
     wait_until(lambda: d.stats().running == 1, SECONDS, "the first runs")
     d.submit(EngineRequest("a", prompt, 4, handed))
     d.abort("a")

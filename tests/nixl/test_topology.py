@@ -1,25 +1,17 @@
-"""Two TP sizes, one plan: where every (layer, head, token) lies on both sides, and who hears from whom.
-
-The model: a side is a NumPy array of bytes per rank and layer, filled by name of (layer, head, block, token, channel).
-Planning and copying must give every reader exactly its own names.
-"""
+"""Whom one rank reads and tells at any two sizes, so that every rank of the producer ends its hold when all is read."""
 
 from __future__ import annotations
 
-from typing import Any
+import itertools
 
-import msgspec
-import numpy as np
-import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvconn.geometry import HeadShare, Place, RankCache, Region, Side
+from kvconn.config import ParallelConfig
+from kvconn.geometry import Place, Side, TokenShare, place_of
 from kvconn.nixl.leases import SendLeases
-from kvconn.nixl.pairing import pair_blocks, ranges
-from kvconn.nixl.plan import MAX_TP, Incompatible, Plan, Route, make_plan, routes
-from kvconn.nixl.wire import AgentMetadata
+from kvconn.nixl.routes import MAX_INTERLEAVE, MAX_PP, MAX_TP, Incompatible, Route, routes
 
 FUZZ = settings(derandomize=True, database=None, deadline=None, max_examples=150)
 SIZES = [1, 2, 3, 4, 6, 8, 12, 16]
@@ -31,121 +23,21 @@ PAIRS = [
     for d in SIZES
     if (p % d == 0 or d % p == 0) and all(heads % tp == 0 or tp % heads == 0 for tp in (p, d))
 ]
-TOKENS, CHANNELS, LAYERS, ITEM = 2, 3, 2, 8
+#: two sides with stages and DCP
+SIDES = [
+    (Side(heads, tp, pp, dcp, turn), Side(heads, d_tp, d_pp, d_dcp, d_turn))
+    for heads, tp, d_tp in [(1, 1, 4), (1, 4, 1), (1, 4, 4), (1, 4, 8), (2, 4, 8), (2, 8, 2), (4, 4, 2)]
+    for pp, d_pp in [(1, 1), (2, 1), (1, 3), (2, 2)]
+    for dcp, d_dcp in itertools.product((1, 2, 4), (1, 2, 4))
+    for turn, d_turn in [(1, 1), (1, 16), (16, 16)]
+    if max(1, tp // heads) % dcp == 0 and max(1, d_tp // heads) % d_dcp == 0
+]
 
 
 def routed(heads: int, tp: int, rank: int, their_tp: int) -> tuple[Route, ...]:
     got = routes(Side(heads, tp), Side(heads, their_tp), Place(0, rank))
     assert not isinstance(got, Incompatible), got
     return got
-
-
-def name(layer: int, head: int, block: int) -> npt.NDArray[np.int64]:
-    """What a block holds of one head, shape (tokens, channels): no two of them are equal anywhere."""
-    first = ((layer * 64 + head) * 64 + block) * TOKENS * CHANNELS
-    return 1 + first + np.arange(TOKENS * CHANNELS, dtype=np.int64).reshape(TOKENS, CHANNELS)
-
-
-class Memory:
-    """One rank's cache: a region per layer in one array of bytes, ``gap`` bytes after every block."""
-
-    def __init__(self, heads: int, tp: int, rank: int, blocks: int, gap: int) -> None:
-        share = HeadShare.of(heads, tp, rank)
-        assert share is not None
-        self.share = share
-        self.blocks = blocks
-        length = share.count * TOKENS * CHANNELS * ITEM
-        stride = length + gap
-        self.regions = [
-            Region(f"layers.{i}", 1 + i * (stride * blocks + 5), stride, length, blocks, 0) for i in range(LAYERS)
-        ]
-        self.bytes = np.zeros(1 + LAYERS * (stride * blocks + 5), dtype=np.uint8)
-        self.written = np.zeros_like(self.bytes, dtype=np.int64)
-
-    def at(self, layer: int, block: int, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """The bytes of a block in ``array``."""
-        region = self.regions[layer]
-        start = region.base + block * region.stride
-        return array[start : start + region.length]
-
-    def content(self, layer: int, block: int) -> npt.NDArray[np.uint8]:
-        """What a block of this rank is when it is right: heads, then tokens, then channels."""
-        heads = range(self.share.first, self.share.first + self.share.count)
-        return np.stack([name(layer, head, block) for head in heads]).reshape(-1).view(np.uint8)
-
-    def fill(self) -> None:
-        for layer in range(LAYERS):
-            for block in range(self.blocks):
-                self.at(layer, block, self.bytes)[:] = self.content(layer, block)
-
-    def metadata(self) -> AgentMetadata:
-        return AgentMetadata(
-            engine_id="P",
-            agent_metadata=b"",
-            kv_caches_base_addr=[r.base for r in self.regions],
-            device_id=0,
-            num_blocks=self.blocks,
-            block_lens=[r.length for r in self.regions],
-            block_strides=[r.stride for r in self.regions],
-            kv_cache_layout="LBHNC",
-            block_size=TOKENS,
-        )
-
-    def read(self, source: Memory, plan: Plan, local: list[int], remote: list[int], hit: int) -> None:
-        """Do what a transport does with the plan's ranges."""
-        runs = pair_blocks((tuple(local),), (tuple(remote),), (hit,), plan.remote_blocks)
-        for (to, size), (at, same) in zip(*ranges(plan, runs), strict=True):
-            assert size == same
-            assert min(to, at) >= 0
-            assert to + size <= len(self.bytes)
-            assert at + size <= len(source.bytes)
-            self.bytes[to : to + size] = source.bytes[at : at + size]
-            self.written[to : to + size] += 1
-
-
-class TestBytes:
-    @FUZZ
-    @given(
-        pair=st.sampled_from(PAIRS), order=st.permutations(range(9)), n=st.integers(0, 9), hit=st.integers(0, 4),
-        gaps=st.tuples(st.sampled_from([0, 0, 7]), st.sampled_from([0, 0, 3])),
-    )  # fmt: skip
-    def test_every_reader_gets_exactly_its_heads_each_byte_once_and_nothing_else_is_touched(
-        self, pair: tuple[int, int, int], order: list[int], n: int, hit: int, gaps: tuple[int, int]
-    ) -> None:
-        heads, p_tp, d_tp = pair
-        producers = [Memory(heads, p_tp, rank, 9, gaps[0]) for rank in range(p_tp)]
-        for producer in producers:
-            producer.fill()
-        remote = list(order[:n])
-        local = sorted(order, reverse=True)[: max(0, n - hit)]
-        for rank in range(d_tp):
-            reader = Memory(heads, d_tp, rank, 11, gaps[1])
-            for route in routed(heads, d_tp, rank, p_tp):
-                source = producers[route.source.tp]
-                plan = make_plan(RankCache(tuple(reader.regions), TOKENS), source.metadata(), route)
-                assert isinstance(plan, Plan), plan
-                assert plan.readers == route.readers
-                assert bool(plan.pairs) == bool(route.count)
-                reader.read(source, plan, local, remote, hit)
-            expected = np.zeros_like(reader.bytes)
-            once = np.zeros_like(reader.written)
-            for mine, theirs in zip(local, remote[hit:], strict=True):
-                for layer in range(LAYERS):
-                    reader.at(layer, mine, expected)[:] = reader.content(layer, theirs)
-                    reader.at(layer, mine, once)[:] = 1
-            np.testing.assert_array_equal(reader.bytes, expected)
-            np.testing.assert_array_equal(reader.written, once)
-
-    def test_equal_sizes_read_whole_regions_so_that_runs_stay_one_range(self) -> None:
-        mine, theirs = Memory(8, 4, 2, 9, 0), Memory(8, 4, 2, 9, 0)
-        (route,) = routed(8, 4, 2, 4)
-        plan = make_plan(RankCache(tuple(mine.regions), TOKENS), theirs.metadata(), route)
-        assert isinstance(plan, Plan)
-        assert [pair.local for pair in plan.pairs] == mine.regions
-        assert all(pair.dense for pair in plan.pairs)
-        whole = make_plan(RankCache(tuple(mine.regions), TOKENS), theirs.metadata())
-        assert isinstance(whole, Plan)
-        assert plan.pairs == whole.pairs
 
 
 class TestWhoIsTold:
@@ -164,6 +56,18 @@ class TestWhoIsTold:
             leases.track("r", 1, "t", 30.0, 1)
             ended = [leases.notified("t", f"agent {rank}", n, 0.0) is not None for rank, n in heard]
             assert ended == [False] * (len(heard) - 1) + [True]
+
+    @pytest.mark.parametrize(("p", "d"), SIDES, ids=str)
+    def test_so_it_does_with_stages_and_dcp(self, p: Side, d: Side) -> None:
+        told: dict[Place, list[tuple[Place, int]]] = {}
+        for place in (Place(pp, tp) for pp in range(d.pp) for tp in range(d.tp)):
+            mine = routes(d, p, place)
+            assert not isinstance(mine, Incompatible), mine
+            for route in mine:
+                told.setdefault(route.source, []).append((place, route.readers))
+        assert sorted(told) == [Place(pp, tp) for pp in range(p.pp) for tp in range(p.tp)]
+        for heard in told.values():
+            assert {n for _, n in heard} == {len(heard)}
 
     def test_copies_share_the_readers(self) -> None:
         sources = [[r.source.tp for r in routed(1, 4, rank, 2) if r.count] for rank in range(4)]
@@ -187,6 +91,36 @@ class TestWhoIsTold:
             [(1, 3, 1, 2)],
         ]
 
+    def test_equal_dcp_reads_its_own_slice_and_unequal_one_all_that_meet_it(self) -> None:
+        def read(d: Side, p: Side, tp: int) -> list[int]:
+            found = routes(d, p, Place(0, tp))
+            assert not isinstance(found, Incompatible), found
+            return [route.source.tp for route in found if route.count]
+
+        assert read(Side(1, 4, dcp=4), Side(1, 4, dcp=4), 2) == [2]
+        assert read(Side(1, 2, dcp=2), Side(1, 4, dcp=4), 1) == [1, 3]
+        assert read(Side(1, 4, dcp=4), Side(1, 2, dcp=2), 3) == [1]
+        assert read(Side(1, 1), Side(1, 4, dcp=4), 0) == [0, 1, 2, 3]
+        assert read(Side(1, 4, dcp=4), Side(1, 4, dcp=4, interleave=16), 2) == [0, 1, 2, 3]
+
+    @FUZZ
+    @given(
+        a=st.tuples(st.sampled_from([1, 2, 3, 4, 8]), st.sampled_from([1, 2, 4, 16])),
+        b=st.tuples(st.sampled_from([1, 2, 3, 4, 8]), st.sampled_from([1, 2, 4, 16])),
+    )
+    def test_shares_meet_where_some_token_is_in_both(self, a: tuple[int, int], b: tuple[int, int]) -> None:
+        for i, j in itertools.product(range(a[0]), range(b[0])):
+            one, other = TokenShare(a[0], i, a[1]), TokenShare(b[0], j, b[1])
+            common = any(t // a[1] % a[0] == i and t // b[1] % b[0] == j for t in range(16 * 8 * 8))
+            assert one.meets(other) == common
+
+    def test_ranks_of_a_sharded_pcp_are_found_as_tp_ranks_and_replicas_where_the_first_is(self) -> None:
+        sharded, replicated = ParallelConfig(pcp=4, dcp=4, pp=2, dcp_interleave=16), ParallelConfig(tp=2, pcp=2)
+        assert [place_of(sharded, rank) for rank in (0, 3, 5)] == [Place(0, 0), Place(0, 3), Place(1, 1)]
+        assert [place_of(replicated, rank) for rank in range(4)] == [Place(0, 0), Place(0, 1)] * 2
+        assert Side.of(sharded, 1) == Side(1, 4, 2, 4, 16)
+        assert Side.of(replicated, 8) == Side(8, 2)
+
 
 class TestRefused:
     @pytest.mark.parametrize(
@@ -209,6 +143,27 @@ class TestRefused:
         assert str(their_tp) in got.theirs
         assert got.hint
 
+    @pytest.mark.parametrize(
+        ("ours", "theirs", "field"),
+        [
+            (Side(1), Side(1, pp=0), "pp size"),
+            (Side(1), Side(1, pp=MAX_PP + 1), "pp size"),
+            (Side(1, 2), Side(1, 2, dcp=0), "dcp size"),
+            (Side(1, 6, dcp=2), Side(1, 6, dcp=3), "dcp size"),
+            (Side(1, 4), Side(1, 2, dcp=4), "kv heads per rank"),
+            (Side(8, 4), Side(8, 4, dcp=2), "kv heads per rank"),
+            (Side(1, 2, dcp=2, interleave=2), Side(1, 2, dcp=2, interleave=3), "dcp interleave"),
+            (Side(1), Side(1, 2, dcp=2, interleave=0), "dcp interleave"),
+            (Side(1), Side(1, 2, dcp=2, interleave=MAX_INTERLEAVE + 1), "dcp interleave"),
+        ],
+        ids=str,
+    )
+    def test_so_are_stages_and_dcp(self, ours: Side, theirs: Side, field: str) -> None:
+        got = routes(ours, theirs, Place(0, 0))
+        assert isinstance(got, Incompatible)
+        assert got.field == field
+        assert got.hint
+
     def test_models_of_different_heads_and_of_none_are_refused(self) -> None:
         for ours, theirs in ((8, 4), (0, 0), (-1, -1)):
             got = routes(Side(ours), Side(theirs), Place(0, 0))
@@ -216,26 +171,9 @@ class TestRefused:
             assert (got.field, got.ours, got.theirs) == ("kv heads", str(ours), str(theirs))
 
     @FUZZ
-    @given(heads=st.integers(-3, 64), tp=st.integers(1, MAX_TP), theirs=st.integers(-(1 << 70), 1 << 70))
-    def test_no_number_of_a_peer_raises(self, heads: int, tp: int, theirs: int) -> None:
-        assert isinstance(routes(Side(heads, tp), Side(heads, theirs), Place(0, tp - 1)), Incompatible | tuple)
-
-    def test_a_block_length_that_is_not_theirs_per_head_is_refused_with_the_heads_it_is_for(self) -> None:
-        mine, theirs = Memory(8, 2, 0, 9, 0), Memory(8, 4, 0, 9, 0)
-        route = routed(8, 2, 0, 4)[0]
-        wrong = msgspec.structs.replace(theirs.metadata(), block_lens=[96, 95])
-        assert make_plan(RankCache(tuple(mine.regions), TOKENS), wrong, route) == Incompatible(
-            "block length of layers.1",
-            "192 B for 4 heads",
-            "95 B for 2 heads",
-            "dtype, head size or kv heads differ",
-        )
-
-    def test_a_region_of_ours_that_its_heads_do_not_divide_is_refused(self) -> None:
-        region = Region("layers.0", 0, 10, 10, 4, 0)
-        theirs = msgspec.structs.replace(
-            Memory(8, 4, 0, 9, 0).metadata(), kv_caches_base_addr=[1], block_lens=[4], block_strides=[4]
-        )
-        got = make_plan(RankCache((region,), TOKENS), theirs, routed(8, 2, 0, 4)[0])
-        assert isinstance(got, Incompatible)
-        assert got.field == "block length of layers.0"
+    @given(
+        heads=st.integers(-3, 64), tp=st.integers(1, MAX_TP),
+        theirs=st.tuples(*[st.integers(-(1 << 70), 1 << 70) | st.integers(1, 16)] * 4),
+    )  # fmt: skip
+    def test_no_number_of_a_peer_raises(self, heads: int, tp: int, theirs: tuple[int, ...]) -> None:
+        assert isinstance(routes(Side(heads, tp), Side(heads, *theirs), Place(0, tp - 1)), Incompatible | tuple)

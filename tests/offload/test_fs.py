@@ -163,7 +163,7 @@ while True:
 """
 
 
-def test_kill_9_in_mid_store_leaves_whole_blocks_or_none(tmp_path: Path) -> None:
+def test_kill_9_at_any_moment_leaves_whole_blocks_or_none(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE) as writer:
         assert writer.stdout is not None and writer.stdout.readline() == b"twenty\n"
         writer.send_signal(signal.SIGKILL)
