@@ -6,19 +6,23 @@ planned and what must lie where is as in tests/nixl/test_token_positions.py, con
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from kvconn.geometry import Place
 from kvconn.nixl.pairing import Read
+from tests.engine.test_transfer import PAIRS as ENGINE_PAIRS
 from tests.nixl.geometries import Engine, Rank
 from tests.nixl.matrix import ROWS
 from tests.nixl.test_token_positions import Copies, Load, transfer
 from tests.transport.peer import Child
 
 PAIRS = [pytest.param(p, d, id=f"{row.what} [{number}]") for row in ROWS for number, (p, d) in enumerate(row.pairs)]
+ROOT = Path(__file__).resolve().parents[2]
 #: bytes that all ranks of one side have
 ROOM = 1 << 20
 #: (tokens, blocks that D has already, seed of the block tables)
@@ -74,6 +78,19 @@ def loads(d: Engine) -> Iterator[Load]:
 
 def test_the_matrix_is_as_large_as_it_says() -> None:
     assert len(PAIRS) >= 40
+
+
+def test_the_page_is_what_all_passing_tests_write() -> None:
+    spec = importlib.util.spec_from_file_location("compatibility", ROOT / "tools/compatibility.py")
+    assert spec is not None
+    assert spec.loader is not None
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    passed = {name: True for row in ROWS for name in tool.tests_of(row)}
+    passed |= {f"{tool.ENGINE}[{pair}]": True for pair in ENGINE_PAIRS}
+    assert (ROOT / "docs/compatibility.md").read_text() == tool.page(passed)
+    one = tool.tests_of(ROWS[0])[-1]
+    assert f"| {ROWS[0].what} |" not in tool.page({**passed, one: False})
 
 
 @pytest.mark.parametrize(("p", "d"), PAIRS)

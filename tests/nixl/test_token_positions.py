@@ -35,7 +35,7 @@ class Load:
     seed: int = 0
 
     def table(self, engine: Engine, side: str) -> list[list[int]]:
-        """Per group the prompt's blocks in order; of a window only those that a next token looks into."""
+        """Per group the prompt's blocks in order; of a window those that the last token or the next look into."""
         draw = random.Random(f"{side} {self.seed}")
         tables = []
         for group in engine.groups:
@@ -47,7 +47,7 @@ class Load:
             if self.seed % 3 == 0:
                 table.sort()
             if group.window is not None:
-                gone = max(0, self.tokens - group.window + 1) // engine.span
+                gone = max(0, self.tokens - group.window) // engine.span
                 table[:gone] = [NO_BLOCK] * gone
             tables.append(table)
         return tables
@@ -123,7 +123,7 @@ def check(rank: Rank, tables: list[list[int]], load: Load) -> None:
         number, offset = rank.engine.slot(rank.place.tp, token) or (0, 0)
         block = tables[group][number]
         window = rank.engine.groups[group].window
-        seen = window is None or token > load.tokens - window
+        seen = window is None or token >= load.tokens - window
         if number < load.hits[group] or block == NO_BLOCK or not seen:
             continue
         cell = rank.cell(layer, part, head, block, offset)
