@@ -181,7 +181,7 @@ class CompletionLedger:
 
     def pending(self) -> list[Pending]:
         """Open lives, oldest first."""
-        return [_pending(life) for life in self._open.values()]
+        return [_pending(life) for life in list(self._open.values())]
 
     def overdue(self, now: float, after: float) -> list[Pending]:
         """Open, incomplete lives older than ``after`` seconds."""

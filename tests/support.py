@@ -108,6 +108,7 @@ class Side:
         groups: tuple[GroupView, ...] = (GroupView("full", LAYERS),),
         num_blocks: int = 32,
         port: int | None = None,
+        host: str = "127.0.0.1",
         poll: str = "get_transfer_results",
         make: Callable[..., KVConnector] | None = None,
         **kwargs: Any,
@@ -131,6 +132,7 @@ class Side:
             model=ModelView(
                 "m", "uint8", len(LAYERS), heads, ROW, block_size, packing="latent" if heads == 1 else "kv"
             ),
+            host=host,
             port=port or free_port(),
         )
         self.parts = [_Part.of(self.config, rank) for rank in self.ranks]

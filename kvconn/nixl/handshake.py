@@ -22,6 +22,7 @@ from kvconn.geometry import Place, RankCache, Region, Side
 from kvconn.nixl.fence import FenceWords
 from kvconn.nixl.metadata import NixlHandshake
 from kvconn.nixl.plan import Incompatible, Plan, Route, make_plan, missing, routes
+from kvconn.nixl.strips import layout_name
 from kvconn.nixl.wire import AgentMetadata, KvconnAgent, WireCodec
 from kvconn.params import PeerKey, peer_name
 
@@ -66,7 +67,7 @@ def describe(
         num_blocks=cache.num_blocks * kernel,
         block_lens=[r.length for r in regions],
         block_strides=[r.stride for r in regions],
-        kv_cache_layout="LBHNC",
+        kv_cache_layout=layout_name(regions),
         block_size=own.block_size // kernel,
         physical_blocks_per_logical_kv_block=kernel,
         region_num_blocks=[r.count for r in regions],

@@ -7,17 +7,27 @@ Rules
    released handle (F1).
 3. Every life has a deadline; past it the life is failed, and its blocks stay in quarantine until quiet (C7).
 4. Each life settles once.
+5. Cost follows events, not what is open: what a poll asks for is kept as it changes, deadlines lie in a heap, and a
+   poll looks at a bounded number of handles, in turn.
 """
 
 from __future__ import annotations
 
+import heapq
+from collections import OrderedDict
 from dataclasses import dataclass, field
+from itertools import islice
+from typing import Final
 
 import msgspec
 
 from kvconn.params import PeerKey, peer_name
 
-__all__ = ["Reads", "Settled"]
+__all__ = ["LOOKS", "Reads", "Settled"]
+
+#: handles a poll looks at: asking NIXL costs about a microsecond each. With more under way each is looked at every few
+#: polls; those that are about to decide a life (fence words) are looked at in every one.
+LOOKS: Final = 256
 
 
 class Settled(msgspec.Struct, frozen=True):
@@ -58,11 +68,20 @@ class Reads:
         #: a handle's life, and the agent it reads from
         self._by_handle: dict[int, tuple[_Read, str]] = {}
         self._errors: set[int] = set()
+        #: handles that may still change, whose turn it is first
+        self._turns: OrderedDict[int, None] = OrderedDict()
+        self._deadlines: list[tuple[float, int, str]] = []
+        # lives by what they wait for, kept by _sort
+        self._drained: dict[str, None] = {}
+        self._over: dict[str, _Read] = {}
+        self._quarantine: dict[str, _Read] = {}
+        self._quarantined_blocks = 0
 
     def begin(self, id: str, n: int, peer: PeerKey | None, deadline: float, blocks: int = 0, now: float = 0.0) -> None:
         """A life arrived. It settles only after :meth:`posted_all` or :meth:`fail`. ``blocks``: how many it fills."""
         assert id not in self._open, f"the scheduler half opened {id} twice"
         self._open[id] = _Read(id, n, deadline, peer, blocks, now)
+        heapq.heappush(self._deadlines, (deadline, n, id))
 
     def posted(self, id: str, handle: int, agent: str) -> None:
         """A handle of this life is under way, from the peer's rank with this agent."""
@@ -70,10 +89,14 @@ class Reads:
         read.handles.add(handle)
         read.posted = True
         self._by_handle[handle] = read, agent
+        self._turns[handle] = None
+        self._sort(read)
 
     def posted_all(self, id: str) -> None:
         """Nothing more will be posted for this life."""
-        self._open[id].posting = False
+        read = self._open[id]
+        read.posting = False
+        self._sort(read)
 
     def fail(self, id: str, why: str, now: float) -> bool:
         """The result is failure; the first reason stands. False when the life is not open or failed already."""
@@ -81,11 +104,37 @@ class Reads:
         if read is None or read.failed is not None:
             return False
         read.failed, read.failed_at, read.posting = why, now, False
+        self._sort(read)
         return True
+
+    def _sort(self, read: _Read) -> None:
+        """After a change: is it drained, over, in quarantine, or does it wait for its handles?"""
+        self._drained.pop(read.id, None)
+        if not read.handles and read.posting and read.posted:
+            self._drained[read.id] = None
+        if not read.handles and not read.posting:
+            self._over[read.id] = read
+        else:
+            self._over.pop(read.id, None)
+        if (read.id in self._quarantine) == (read.quarantine is not None):
+            return
+        if read.quarantine is not None:
+            self._quarantine[read.id] = read
+            self._quarantined_blocks += read.blocks
+        else:
+            del self._quarantine[read.id]
+            self._quarantined_blocks -= read.blocks
 
     def handles(self) -> list[int]:
         """Handles that are not known to be quiet and may still change."""
-        return [h for h in self._by_handle if h not in self._errors]
+        return list(self._turns)
+
+    def to_poll(self, looks: int = LOOKS) -> list[int]:
+        """Of :meth:`handles` the next ``looks``, in turn."""
+        turn = list(islice(self._turns, looks))
+        for handle in turn:
+            self._turns.move_to_end(handle)
+        return turn
 
     def done(self, handle: int) -> None:
         """The transport said DONE: quiet."""
@@ -94,6 +143,7 @@ class Reads:
     def error(self, handle: int) -> str:
         """The transport said ERR: not quiet. Returns the life's id; the caller fails it."""
         self._errors.add(handle)
+        self._turns.pop(handle, None)
         return self._by_handle[handle][0].id
 
     def errors(self) -> list[int]:
@@ -114,33 +164,47 @@ class Reads:
 
     def _quiet(self, handle: int) -> None:
         self._errors.discard(handle)
-        read = self._by_handle.pop(handle, None)
+        self._turns.pop(handle, None)
+        read, _ = self._by_handle.pop(handle, (None, ""))
         if read is not None:
-            read[0].handles.discard(handle)
+            read.handles.discard(handle)
+            self._sort(read)
 
     def overdue(self, now: float) -> list[str]:
         """Ids whose deadline has passed and that have not failed yet. Judge after states were read (C11)."""
-        return [read.id for read in self._open.values() if read.failed is None and read.deadline <= now]
+        due: list[tuple[float, int, str]] = []
+        while self._deadlines:
+            deadline, n, id = self._deadlines[0]
+            read = self._open.get(id)
+            waits = read is not None and read.n == n and read.failed is None
+            if waits and deadline > now:
+                break
+            heapq.heappop(self._deadlines)
+            if waits:
+                due.append((deadline, n, id))
+        for one in due:  # until its caller fails it
+            heapq.heappush(self._deadlines, one)
+        return [id for _, _, id in due]
 
     def drained(self) -> list[str]:
         """Ids whose posted handles are all quiet and good, and for which more may be posted."""
-        return [r.id for r in self._open.values() if r.posted and r.posting and not r.handles and r.failed is None]
+        return list(self._drained)
 
     def settle(self) -> list[Settled]:
         """Lives that are over: everything quiet, and either failed or fully posted."""
-        over = [read for read in self._open.values() if not read.handles and not read.posting]
-        for read in over:
-            del self._open[read.id]
-        return [Settled(read.id, read.n, read.failed) for read in over]
+        over, self._over = self._over, {}
+        for id in over:
+            del self._open[id]
+        return [Settled(read.id, read.n, read.failed) for read in over.values()]
 
     def quarantined(self, now: float) -> list[tuple[str, float, str]]:
         """Failed lives that are not quiet: id, age of the failure in seconds, reason."""
-        held = ((read.id, read.quarantine) for read in self._open.values())
+        held = ((read.id, read.quarantine) for read in self._quarantine.values())
         return [(id, now - since[0], since[1]) for id, since in held if since is not None]
 
     def quarantined_blocks(self) -> int:
         """Blocks of failed lives that are not quiet."""
-        return sum(read.blocks for read in self._open.values() if read.quarantine is not None)
+        return self._quarantined_blocks
 
     def explain(self, now: float) -> list[str]:
         """One line per open life."""

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from kvconn.base import GroupView
 from kvconn.geometry import Place, RankCache, Region
-from kvconn.nixl.pairing import NO_BLOCK, permuted, reads
+from kvconn.nixl.pairing import NO_BLOCK, Read, permuted, reads
 from kvconn.nixl.permute import permute_blocks
 from kvconn.nixl.plan import Incompatible, Plan, make_plan, missing, routes
 from tests.nixl.geometries import Engine, Group, Rank, name, other, ranks
@@ -35,16 +35,19 @@ class Load:
     seed: int = 0
 
     def table(self, engine: Engine, side: str) -> list[list[int]]:
-        """Per group the prompt's blocks in order; of a window only those that a next token looks into."""
+        """Per group the prompt's blocks in order; of a window those that the last token or the next look into."""
         draw = random.Random(f"{side} {self.seed}")
         tables = []
         for group in engine.groups:
+            if group.kind == "state":
+                tables.append([draw.randrange(engine.blocks)])
+                continue
             n = -(-self.tokens // engine.span)
             table = draw.sample(range(engine.blocks), n)
             if self.seed % 3 == 0:
                 table.sort()
             if group.window is not None:
-                gone = max(0, self.tokens - group.window + 1) // engine.span
+                gone = max(0, self.tokens - group.window) // engine.span
                 table[:gone] = [NO_BLOCK] * gone
             tables.append(table)
         return tables
@@ -64,8 +67,22 @@ def planned(mine: Rank, sources: dict[Place, Rank]) -> list[tuple[Plan, Place]]:
     return plans
 
 
-def transfer(p: Engine, d: Engine, load: Load) -> dict[Place, Rank]:
-    """Prefill on every rank of P, plan and read on every rank of D, check all of D. Returns D."""
+class Copies:
+    """Memory that is copied from: what carries bytes in most tests."""
+
+    def begin(self, sources: dict[Place, Rank], readers: dict[Place, Rank]) -> None:
+        """These ranks' memory is as it should be before the reads."""
+
+    def read(self, reader: Rank, source: Rank, read: Read) -> None:
+        reader.read(source, read)
+
+    def end(self, reader: Rank) -> None:
+        """All reads of this rank were given."""
+
+
+def transfer(p: Engine, d: Engine, load: Load, carrier: Copies | None = None) -> None:
+    """Prefill on every rank of P, plan and read on every rank of D, check all of D."""
+    carrier = carrier or Copies()
     theirs, mine = load.table(p, "P"), load.table(d, "D")
     sources = ranks(p, P_FILL)
     for source in sources.values():
@@ -73,16 +90,17 @@ def transfer(p: Engine, d: Engine, load: Load) -> dict[Place, Rank]:
     remote = tuple(tuple(block for block in table if block != NO_BLOCK) for table in theirs)
     local = tuple(tuple(table[hit:]) for table, hit in zip(mine, load.hits, strict=True))
     readers = ranks(d, D_FILL)
+    carrier.begin(sources, readers)
     for reader in readers.values():
         plans = planned(reader, sources)
         for plan, source in plans:
             for read in reads(plan, local, remote, load.hits, tokens=load.tokens, held=load.tokens):
                 assert (read.local_mem, read.remote_mem) == (d.mem_type, p.mem_type)
-                reader.read(sources[source], read)
+                carrier.read(reader, sources[source], read)
+        carrier.end(reader)
         for permute, blocks in permuted([plan for plan, _ in plans], local):
             permute_blocks(reader.view(permute), blocks, permute)
         check(reader, mine, load)
-    return readers
 
 
 def check(rank: Rank, tables: list[list[int]], load: Load) -> None:
@@ -93,6 +111,10 @@ def check(rank: Rank, tables: list[list[int]], load: Load) -> None:
             if block != NO_BLOCK:
                 for cell in rank.block_bytes(layer, block):
                     may[cell] = True
+    for region in rank.state_regions():
+        slot = rank.slot(region, tables[region.group][-1])
+        may[slot] = True
+        np.testing.assert_array_equal(rank.bytes[slot], rank.state(region))
     assert not rank.written[~may].any(), "read into bytes that are not of a block to fill"
     assert (rank.bytes[~may] == D_FILL).all()
     assert rank.written.max(initial=0) <= 1, "read twice"
@@ -101,7 +123,7 @@ def check(rank: Rank, tables: list[list[int]], load: Load) -> None:
         number, offset = rank.engine.slot(rank.place.tp, token) or (0, 0)
         block = tables[group][number]
         window = rank.engine.groups[group].window
-        seen = window is None or token > load.tokens - window
+        seen = window is None or token >= load.tokens - window
         if number < load.hits[group] or block == NO_BLOCK or not seen:
             continue
         cell = rank.cell(layer, part, head, block, offset)

@@ -135,6 +135,19 @@ class TestFailedIsNotQuiet:
         assert not reads.fail("r", "late", now=7.0)
 
 
+class TestTurns:
+    def test_a_poll_looks_at_so_many_handles_and_comes_to_each_in_turn(self) -> None:
+        reads = reading(1, 2, 3, 4, 5)
+        assert [reads.to_poll(2) for _ in range(3)] == [[1, 2], [3, 4], [5, 1]]
+        assert sorted(reads.handles()) == [1, 2, 3, 4, 5]
+
+    def test_what_is_quiet_or_in_error_has_no_turn(self) -> None:
+        reads = reading(1, 2, 3)
+        reads.done(1)
+        reads.error(2)
+        assert (reads.to_poll(), reads.to_poll()) == ([3], [3])
+
+
 class TestDeadlines:
     def test_a_life_is_overdue_from_its_deadline_until_it_failed(self) -> None:
         reads = reading(1, deadline=60.0)
@@ -284,8 +297,8 @@ class FailureReleases(Reads):
 
     def settle(self) -> list[Settled]:
         for read in self._open.values():
-            if read.failed is not None:
-                read.handles.clear()
+            for handle in list(read.handles) if read.failed is not None else ():
+                self._quiet(handle)
         return super().settle()
 
 
