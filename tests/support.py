@@ -17,6 +17,7 @@ import numpy as np
 from kvconn.aggregator import KVOutputAggregator
 from kvconn.base import (
     BlockIds,
+    Cells,
     ConnectorRole,
     FinishReason,
     GroupView,
@@ -103,15 +104,18 @@ class Side:
         parallel: ParallelConfig | None = None,
         heads: int = 1,
         block_size: int = BLOCK_SIZE,
+        tokens_first: bool = False,
         groups: tuple[GroupView, ...] = (GroupView("full", LAYERS),),
         num_blocks: int = 32,
         port: int | None = None,
+        host: str = "127.0.0.1",
         poll: str = "get_transfer_results",
         make: Callable[..., KVConnector] | None = None,
         **kwargs: Any,
     ) -> None:
         self.name = name
         self.poll = poll
+        self.tokens_first = tokens_first
         parallel = parallel or ParallelConfig(pcp=pcp)
         self.ranks = range(parallel.world)
         parsed = parse_kv_transfer_config(transfer)
@@ -128,6 +132,7 @@ class Side:
             model=ModelView(
                 "m", "uint8", len(LAYERS), heads, ROW, block_size, packing="latent" if heads == 1 else "kv"
             ),
+            host=host,
             port=port or free_port(),
         )
         self.parts = [_Part.of(self.config, rank) for rank in self.ranks]
@@ -139,7 +144,7 @@ class Side:
         for rank in self.ranks:
             config = _with_rank(self.config, rank)
             worker = cls(config, ConnectorRole.WORKER, self.kv_cache, **kwargs)
-            worker.register_kv_caches({n: _layer(n, a, groups) for n, a in self.caches[rank].items()})
+            worker.register_kv_caches({n: self._layer(rank, n) for n in self.caches[rank]})
             self.workers.append(worker)
         self.scheduler: KVConnector = cls(self.config, ConnectorRole.SCHEDULER, self.kv_cache, **kwargs)
         published = {
@@ -231,7 +236,8 @@ class Side:
                 self.caches[rank][name][blocks] = content.reshape(len(blocks), -1)
 
     def content(self, rank: int, seed: int, blocks: int) -> dict[str, Any]:
-        """What the first ``blocks`` blocks of ``seed`` are on this rank, by layer: (blocks, heads, tokens, ROW)."""
+        """What the first ``blocks`` blocks of ``seed`` are on this rank, by layer: (blocks, heads, tokens, ROW), or
+        tokens before heads."""
         part = self.parts[rank]
         heads = slice(part.heads.first, part.heads.first + part.heads.count)
         positions = part.positions(blocks * self.block_size)
@@ -239,8 +245,17 @@ class Side:
         for name in part.layers:
             kv = pattern(seed, LAYERS.index(name), blocks * self.block_tokens, self.config.model.num_kv_heads)
             mine = kv[positions][:, heads].reshape(blocks, self.block_size, part.heads.count, ROW)
-            out[name] = mine.swapaxes(1, 2)
+            out[name] = mine if self.tokens_first else mine.swapaxes(1, 2)
         return out
+
+    def _layer(self, rank: int, name: str) -> LayerView:
+        array, heads, groups = self.caches[rank][name], self.parts[rank].heads.count, self.kv_cache.groups
+        group = next(index for index, group in enumerate(groups) if name in group.layers)
+        cells = Cells(heads, self.block_size, ROW, ROW, heads * ROW) if self.tokens_first else None
+        return LayerView(
+            name, array.ctypes.data, array.strides[0], array.shape[1], array.shape[0], group, groups[group].kind,
+            cells=cells,
+        )  # fmt: skip
 
     def load(
         self,
@@ -262,18 +277,20 @@ class Side:
         self.scheduler.update_state_after_alloc(view, table, n or 0)
         return view
 
-    def holds(self, blocks: list[int], seed: int, start: int = 0, tokens: tuple[int, int] | None = None) -> bool:
+    def holds(self, blocks: list[int], seed: int, start: int = 0, n_tokens: int | None = None) -> bool:
         """True when ``blocks`` hold the bytes of :meth:`prefill` with ``seed`` from block ``start`` on, everywhere.
 
-        ``tokens``: only those from the one number of the prompt to below the other.
+        ``n_tokens``: only so many of the prompt's first, of a window its last ones.
         """
-        first, end = tokens or (0, (start + len(blocks)) * self.block_tokens)
+        end = n_tokens or (start + len(blocks)) * self.block_tokens
+        windows = {name: group.window for group in self.kv_cache.groups for name in group.layers}
         for rank in self.ranks:
             positions = self.parts[rank].positions((start + len(blocks)) * self.block_size)[start * self.block_size :]
-            looked_at = ((positions >= first) & (positions < end)).reshape(len(blocks), 1, self.block_size, 1)
             for name, content in self.content(rank, seed, start + len(blocks)).items():
+                first = max(0, end - (windows[name] or end))
+                seen = ((positions >= first) & (positions < end)).reshape(len(blocks), self.block_size, 1)
                 there = self.caches[rank][name][blocks].reshape(content[start:].shape)
-                if ((there != content[start:]) & looked_at).any():
+                if ((there != content[start:]) & (seen[..., None] if self.tokens_first else seen[:, None])).any():
                     return False
         return True
 
@@ -327,10 +344,3 @@ def _make_child(kwargs: dict[str, Any], cls: Any, *args: Any) -> KVConnector:
 
 def _with_rank(config: ConnectorConfig, rank: int) -> ConnectorConfig:
     return msgspec.structs.replace(config, rank=rank)
-
-
-def _layer(name: str, array: Any, groups: tuple[GroupView, ...]) -> LayerView:
-    group = next(index for index, group in enumerate(groups) if name in group.layers)
-    return LayerView(
-        name, array.ctypes.data, array.strides[0], array.shape[1], array.shape[0], group, groups[group].kind
-    )

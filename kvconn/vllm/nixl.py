@@ -31,8 +31,8 @@ except ImportError:
 __all__ = ["KvconnNixlConnector", "NixlConnector", "NixlPullConnector"]
 
 
-#: sizes of an engine that were run in vLLM; the halves do more
-PROVEN = {"tp": 1, "pp": 1, "dcp": 1}
+#: sizes of an engine that the halves know and that were not run in vLLM
+NOT_RUN = ("pp", "dcp")
 
 
 class KvconnNixlConnector(KvconnFacade):
@@ -59,7 +59,7 @@ class KvconnNixlConnector(KvconnFacade):
         return True
 
     def make(self, config: ConnectorConfig, role: ConnectorRole, kv_cache: KVCacheView) -> KVConnector:
-        _check_proven(config)
+        _check_sizes(config)
         return NeutralNixlConnector(config, role, kv_cache, codec=self._codec)
 
     def to_vllm_stats(self, stats: Stats | None) -> KvconnNixlStats | None:
@@ -76,14 +76,10 @@ class KvconnNixlConnector(KvconnFacade):
         return KvconnNixlProm(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
 
-def _check_proven(config: ConnectorConfig) -> None:
-    """Raise ConfigError for every size that was not run in vLLM."""
-    sizes = {name: getattr(config.parallel, name) for name in PROVEN}
-    problems = [
-        f"parallel.{name}: in vLLM this version was tested at up to {PROVEN[name]}, got {size}"
-        for name, size in sizes.items()
-        if size > PROVEN[name]
-    ]
+def _check_sizes(config: ConnectorConfig) -> None:
+    """Raise ConfigError for every size above 1 that was not run in vLLM."""
+    sizes = {name: getattr(config.parallel, name) for name in NOT_RUN}
+    problems = [f"parallel.{name}: not run in vLLM, expected 1, got {size}" for name, size in sizes.items() if size > 1]
     if problems:
         raise ConfigError(problems)
 

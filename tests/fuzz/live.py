@@ -28,7 +28,7 @@ PAYLOAD = b"payload"
 KEY = Trust(FleetKey(b"a fleet's secret of 32 bytes ..."), rate=1e9)
 #: ZMTP 3.1, NULL, then a READY command of a DEALER and one message
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01NULL" + bytes(16) + b"\x00" + bytes(31)
-READY = b"\x04\x19\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
+READY = b"\x04\x1c\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
 MESSAGE = b"\x01\x00\x00" + bytes([len(encode_request(0, 0))]) + encode_request(0, 0)
 
 
@@ -80,10 +80,18 @@ class Live:
             self._bad.recv_multipart()
 
     def _bytes(self, draw: random.Random) -> None:
-        """A connection that says something like ZMTP."""
-        said = mutated_bytes(draw, GREETING + READY + MESSAGE)
+        """A connection that says something like ZMTP; half of them get through the handshake first."""
+        hello, said = GREETING + READY, MESSAGE * draw.choice((1, 3))
+        if draw.random() < 0.5:
+            hello = mutated_bytes(draw, hello)
+        else:
+            said = mutated_bytes(draw, said)
         index = draw.randrange(2)
         with socket.create_connection((HOST, self._ports[index]), timeout=20) as raw, contextlib.suppress(OSError):
+            raw.sendall(hello)
+            raw.settimeout(0.005)
+            with contextlib.suppress(TimeoutError):  # of a bad hello it may wait for more
+                raw.recv(4096)
             raw.sendall(said)
         if index:
             assert _asked(self._keyed, self._ports[1]) == PAYLOAD

@@ -62,6 +62,8 @@ class Side:
         return self._running[role].ready(START)
 
     def reference(self, tokens: list[int]) -> Params:
+        """What a prompt's blocks are known by; both engines run before its lease begins."""
+        self.engine("consumer")
         params: Params = self.engine("producer").one(tokens, 1, params=STOCK_PRODUCER)["params"]
         return params
 
@@ -119,8 +121,10 @@ def last_error(said: str) -> str:
 
 
 def why(said: str) -> str:
-    """What our connector logged about it."""
-    found = re.findall(r"(?:request \S+: refused|rank \d+: load of \S+ failed): (.*)", said)
+    """What the connector logged about it: ours, or vLLM's as a warning or an error."""
+    mine = re.findall(r"(?:request \S+: refused|rank \d+: load of \S+ failed): (.*)", said)
+    theirs = re.findall(r"(?:ERROR|WARNING) [\d-]+ [\d:]+ \[(?:base|pull)_(?:worker|scheduler)\.py:\d+\] (.*)", said)
+    found = mine or theirs
     return f": `{found[0][:200]}`" if found else ""
 
 
@@ -134,7 +138,7 @@ def another_prompts_blocks(side: Side, right: list[int]) -> str:
 
 def blocks_given_away(side: Side, right: list[int]) -> str:
     """A reference read once, and again when the producer has other KV in its blocks."""
-    p = side.engine("producer")
+    p, _ = side.engine("producer"), side.engine("consumer")
     first = p.one(TOKENS, 1, params=STOCK_PRODUCER)
     params = first["params"]
     read = consume(side, params, right)

@@ -183,7 +183,7 @@ REFUSED = {
     "two pipeline stages": (
         ours("kv_producer"),
         {"pipeline_parallel_size": 2},
-        "parallel.pp: this version transfers at pp 1, got 2",
+        "parallel.pp: not run in vLLM, expected 1, got 2",
     ),
     "another layout than ours": (
         ours("kv_producer", enable_permute_local_kv=True),
