@@ -22,7 +22,7 @@ from functools import partial
 
 import numpy as np
 
-from kvconn.base import FactState, KVCacheView
+from kvconn.base import NO_BLOCK, FactState, KVCacheView
 from kvconn.config import LIMITS, NixlSettings
 from kvconn.errors import RequestError, TransportError
 from kvconn.geometry import Place
@@ -32,7 +32,7 @@ from kvconn.nixl.checks import Checks, Verdict
 from kvconn.nixl.contacts import Contacts
 from kvconn.nixl.fence import WORD, Fence, FenceWords, seal_fits
 from kvconn.nixl.metadata import LoadSpec
-from kvconn.nixl.pairing import NO_BLOCK, Ints, Read, permuted, reads
+from kvconn.nixl.pairing import Ints, Read, permuted, reads
 from kvconn.nixl.peers import Peer, Source
 from kvconn.nixl.permute import put_in_order
 from kvconn.nixl.plan import Permute
