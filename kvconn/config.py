@@ -66,6 +66,8 @@ class Limits(msgspec.Struct, frozen=True):
     drain: float = 30.0
     #: how long a request waits for a disk to say what it has and to bring it; after that it is computed
     lookup: float = 0.5
+    #: how long the engine itself waits for that, once per request; a disk that is quick answers within it
+    lookup_inline: float = 500e-6
     #: how long a disk that was too slow is not asked
     disk_rest: float = 30.0
     #: how long a step waits for the copy of one block that it is about to overwrite

@@ -55,7 +55,16 @@ OffloadOption = Annotated[
         " P holds each request until its blocks are stored; off: none."
     ),
 ]
-Pcp = Annotated[int, typer.Option(help="P's context-parallel workers.")]
+Pcp = Annotated[
+    int | None, typer.Option(help="P's prefill context-parallel ranks. [8; 1 where P has another size]", min=1)
+]
+PTp = Annotated[int, typer.Option("--p-tp", help="P's tensor-parallel ranks.", min=1)]
+PPp = Annotated[int, typer.Option("--p-pp", help="P's pipeline stages.", min=1)]
+PDcp = Annotated[int, typer.Option("--p-dcp", help="Ranks of P, TP or PCP, that share the tokens of a block.", min=1)]
+DTp = Annotated[int, typer.Option("--d-tp", help="D's tensor-parallel ranks.", min=1)]
+DPp = Annotated[int, typer.Option("--d-pp", help="D's pipeline stages.", min=1)]
+DDcp = Annotated[int, typer.Option("--d-dcp", help="TP ranks of D that share the tokens of a block.", min=1)]
+Window = Annotated[int, typer.Option(help="Tokens that every second layer sees; 0: all layers see all.", min=0)]
 UcxTls = Annotated[str | None, typer.Option(help="UCX_TLS of both engines, e.g. tcp.")]
 StallAfter = Annotated[
     float | None, typer.Option(help="Seconds until a pending release is named. [30; 10 with hidden-ranks]")
@@ -87,7 +96,14 @@ def demo(
     kv: KvOption = "latent",
     contract: ContractOption = "world",
     offload: OffloadOption = "hold",
-    pcp: Pcp = 8,
+    pcp: Pcp = None,
+    p_tp: PTp = 1,
+    p_pp: PPp = 1,
+    p_dcp: PDcp = 1,
+    d_tp: DTp = 1,
+    d_pp: DPp = 1,
+    d_dcp: DDcp = 1,
+    window: Window = 0,
     ucx_tls: UcxTls = None,
     stall_after: StallAfter = None,
     seed: Seed = 0,
@@ -103,6 +119,13 @@ def demo(
         contract=contract,
         offload=offload,
         pcp=pcp,
+        p_tp=p_tp,
+        p_pp=p_pp,
+        p_dcp=p_dcp,
+        d_tp=d_tp,
+        d_pp=d_pp,
+        d_dcp=d_dcp,
+        window=window,
         ucx_tls=ucx_tls,
         stall_after=stall_after,
         seed=seed,
@@ -119,7 +142,14 @@ def replay(
     kv: KvOption = "latent",
     contract: ContractOption = "world",
     offload: OffloadOption = "hold",
-    pcp: Pcp = 8,
+    pcp: Pcp = None,
+    p_tp: PTp = 1,
+    p_pp: PPp = 1,
+    p_dcp: PDcp = 1,
+    d_tp: DTp = 1,
+    d_pp: DPp = 1,
+    d_dcp: DDcp = 1,
+    window: Window = 0,
     ucx_tls: UcxTls = None,
     stall_after: StallAfter = None,
     seed: Seed = 0,
@@ -137,6 +167,13 @@ def replay(
         contract=contract,
         offload=offload,
         pcp=pcp,
+        p_tp=p_tp,
+        p_pp=p_pp,
+        p_dcp=p_dcp,
+        d_tp=d_tp,
+        d_pp=d_pp,
+        d_dcp=d_dcp,
+        window=window,
         ucx_tls=ucx_tls,
         stall_after=stall_after,
         seed=seed,

@@ -219,14 +219,14 @@ class Reader:
     # -- the poll ------------------------------------------------------------------------------------------------
 
     def drain(self, now: float) -> None:
-        """Look at every read, and at the fences of those whose data has come."""
-        self._drain_transfers(now)
+        """Look at reads whose turn it is, and at the fences of those whose data has come."""
+        self._look(self._looking.union(self._reads.to_poll()), now)
         self._check_fences(now)
 
-    def _drain_transfers(self, now: float) -> None:
+    def _look(self, handles: Iterable[int], now: float) -> None:
         if self._agent.transport is None:
             return
-        for handle in self._reads.handles():
+        for handle in handles:
             state = self._agent.transport.poll(handle)
             if state is HandleState.DONE:
                 self._handle_done(handle, now)
@@ -239,7 +239,7 @@ class Reader:
             self._judge(id, now)
         deadline = time.perf_counter() + SPIN
         while self._looking and time.perf_counter() < deadline:
-            self._drain_transfers(now)
+            self._look(list(self._looking), now)
             for id in self._reads.drained():
                 self._judge(id, now)
 
@@ -298,6 +298,7 @@ class Reader:
     def _handle_error(self, handle: int, now: float) -> None:
         """ERR is a result, not quiet (F4): the handle is quiet once its peer is known to be gone."""
         posted = self._posted[handle]
+        self._looking.discard(handle)
         why = self._agent.transport.reason(handle) if self._agent.transport is not None else ""
         self._fail(self._reads.error(handle), f"peer {posted.peer.rank_name(posted.agent)}, read: {why}", now)
 

@@ -99,6 +99,8 @@ class NixlScheduler:
         self._trust = load_trust(settings.kvconn)
         warn_without_key(self._trust)
         self._server: HandshakeServer | None = None
+        #: of the server's refusals, those that are in the meter
+        self._refused = 0
         self._published: dict[tuple[int, int], bytes] = {}
 
     # -- consumer ------------------------------------------------------------------------------------------------
@@ -256,6 +258,9 @@ class NixlScheduler:
     def step(self, view: StepView, now: float) -> NixlStep:
         """Everything that happened since the last step, for the worker halves."""
         self._fences.step()
+        if self._server is not None and self._server.refused > self._refused:
+            self.meter.add("handshakes_refused", self._server.refused - self._refused)
+            self._refused = self._server.refused
         for id in [id for id, (_, until) in self._telling.items() if until <= now]:
             del self._telling[id]
         for ref in self._releases:

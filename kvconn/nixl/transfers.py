@@ -165,10 +165,10 @@ class Reads:
     def _quiet(self, handle: int) -> None:
         self._errors.discard(handle)
         self._turns.pop(handle, None)
-        read = self._by_handle.pop(handle, None)
+        read, _ = self._by_handle.pop(handle, (None, ""))
         if read is not None:
-            read[0].handles.discard(handle)
-            self._sort(read[0])
+            read.handles.discard(handle)
+            self._sort(read)
 
     def overdue(self, now: float) -> list[str]:
         """Ids whose deadline has passed and that have not failed yet. Judge after states were read (C11)."""
