@@ -1,4 +1,4 @@
-"""First contact: what an engine prepares before the first byte, 60 layers x 100,000 blocks, address space without memory.
+"""First contact: what is prepared before the first byte, 60 layers x 100,000 blocks, address space without memory.
 
 Each measurement is a fresh process, ours, stock and raw NIXL in turns. P and D are both in it.
 """

@@ -1,4 +1,4 @@
-"""What an agent costs while nothing moves: percent of a core, ours as an engine has it and NIXL's default as stock has it.
+"""What an agent costs while nothing moves: ours as an engine has it, and NIXL's default as stock has it.
 
 CPU time of the process, so that what else runs here makes a spinning thread look cheaper, never ours dearer.
 """

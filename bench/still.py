@@ -1,4 +1,4 @@
-"""A NIXL agent whose reads never end, so that a million of them cost no bytes: what is left is the connector's own work.
+"""A NIXL agent whose reads never end and move no bytes: what is left is the connector's own work.
 
 It stands where both connectors make their agent, below ours (``NixlTransport``) and below stock's alike.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 from unittest.mock import patch
 
 __all__ = ["StillAgent", "still_agents"]
@@ -25,8 +25,8 @@ class _Handle:
 class StillAgent:
     """The part of ``nixl._api.nixl_agent`` that ours and stock call. Notifications arrive, reads do not."""
 
-    by_name: dict[str, StillAgent] = {}
-    newest: StillAgent
+    by_name: ClassVar[dict[str, StillAgent]] = {}
+    newest: ClassVar[StillAgent]
     #: reads posted by all of them
     posted = 0
 
