@@ -66,6 +66,8 @@ class Limits(msgspec.Struct, frozen=True):
     drain: float = 30.0
     #: how long a request waits for a disk to say what it has and to bring it; after that it is computed
     lookup: float = 0.5
+    #: how long the engine itself waits for that, once per request; a disk that is quick answers within it
+    lookup_inline: float = 500e-6
     #: how long a disk that was too slow is not asked
     disk_rest: float = 30.0
     #: how long a step waits for the copy of one block that it is about to overwrite
@@ -404,8 +406,10 @@ def _collect(kind: type[msgspec.Struct], raw: Mapping[str, Any], path: str, prob
             _collect(info.type, value, f"{path}.{name}", problems)
             continue
         try:
+            if isinstance(value, str):
+                value.encode()  # JSON may hold lone surrogates
             msgspec.convert(value, info.type, strict=True)
-        except msgspec.ValidationError as err:
+        except (msgspec.ValidationError, UnicodeError) as err:
             problems.append(f"{path}.{name}: {err}{_value_hint(name, value)}")
             continue
         why = CHECKS[name](value) if name in CHECKS else None

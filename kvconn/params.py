@@ -113,19 +113,15 @@ def wants_remote_decode(params: Mapping[str, Any] | None) -> bool:
 def parse_remote(params: Mapping[str, Any] | None, block_size: int) -> RemoteRef | None:
     """The reference a consumer was handed, or None when the request has none.
 
-    Raises RequestError naming the first field that is missing, of the wrong type, out of bounds or contradicting.
+    ``block_size`` is ours, for a reference that does not say how many tokens it is of; whether its blocks hold them is
+    known after the handshake. Raises RequestError naming the first field that is missing, of the wrong type or out of
+    bounds.
     """
     if not isinstance(params, Mapping) or params.get("do_remote_prefill") is not True:
         return None
     block_ids = _block_ids(params.get("remote_block_ids"))
     longest = max(len(group) for group in block_ids)
     num_tokens = _int(params, "remote_num_tokens", 1, MAX_TOKENS, default=longest * block_size)
-    if longest * block_size < num_tokens:
-        raise RequestError(
-            "kv_transfer_params.remote_block_ids",
-            f"at least {-(-num_tokens // block_size)} blocks of {block_size} tokens for {num_tokens} tokens",
-            longest,
-        )
     return RemoteRef(
         engine_id=_text(params, "remote_engine_id"),
         transfer_id=_text(params, "remote_request_id"),

@@ -17,6 +17,7 @@ import hmac
 import ipaddress
 import logging
 import os
+import re
 import stat
 from dataclasses import dataclass
 
@@ -32,6 +33,7 @@ MAX_SECRET = 4096
 HOW = "make one with `(umask 077; openssl rand -hex 32 > FILE)` and copy it to every engine of the fleet"
 PATH = "kv_transfer_config.kv_connector_extra_config.kvconn"
 _SALT = b"kvconn fleet key 1"
+_INTERFACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,14}")
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 _warned = False
 
@@ -70,16 +72,21 @@ class Trust:
 
 
 def numeric(text: str) -> Address | None:
-    """An address in its usual forms, or None: ``10.0.0.1``, ``fd00::1``, ``[fd00::1]``, ``fe80::1%eth0``."""
+    """An address in its usual forms, or None: ``10.0.0.1``, ``fd00::1``, ``[fd00::1]``, ``fe80::1%eth0``.
+
+    What stands behind ``%`` is an interface's name and nothing else: Python takes any text there, and ZMQ a grammar.
+    """
     if text.startswith("[") and text.endswith("]"):
         text = text[1:-1]
     try:
         found = ipaddress.ip_address(text)
     except ValueError:
         return None
-    if isinstance(found, ipaddress.IPv6Address) and found.ipv4_mapped is not None:
-        return found.ipv4_mapped
-    return found
+    if isinstance(found, ipaddress.IPv4Address):
+        return found
+    if found.scope_id is not None and not _INTERFACE.fullmatch(found.scope_id):
+        return None
+    return found.ipv4_mapped or found
 
 
 def load_trust(settings: NixlKvconn, path: str = PATH) -> Trust:

@@ -16,6 +16,8 @@ import numpy as np
 
 from kvconn.aggregator import KVOutputAggregator
 from kvconn.base import (
+    BlockIds,
+    Cells,
     ConnectorRole,
     FinishReason,
     GroupView,
@@ -31,8 +33,9 @@ from kvconn.base import (
 from kvconn.config import ConnectorConfig, ModelView, ParallelConfig, parse_kv_transfer_config
 from kvconn.engine.ports import free_ports
 from kvconn.factory import get_connector_class
-from kvconn.geometry import HeadShare, coordinates, place_of
+from kvconn.geometry import HeadShare, Share, TokenShare, place_of
 from kvconn.metrics import Stats
+from kvconn.nixl.handshake import side_of
 
 BLOCK_SIZE = 16
 ROW = 64  # bytes per token and layer
@@ -97,46 +100,51 @@ class Side:
         name: str,
         transfer: dict[str, Any],
         *,
-        tp: int = 1,
         pcp: int = 1,
+        parallel: ParallelConfig | None = None,
         heads: int = 1,
+        block_size: int = BLOCK_SIZE,
+        tokens_first: bool = False,
+        groups: tuple[GroupView, ...] = (GroupView("full", LAYERS),),
         num_blocks: int = 32,
         port: int | None = None,
+        host: str = "127.0.0.1",
         poll: str = "get_transfer_results",
         make: Callable[..., KVConnector] | None = None,
         **kwargs: Any,
     ) -> None:
         self.name = name
-        self.heads = heads
         self.poll = poll
-        parallel = ParallelConfig(tp=tp, pcp=pcp)
+        self.tokens_first = tokens_first
+        parallel = parallel or ParallelConfig(pcp=pcp)
         self.ranks = range(parallel.world)
         parsed = parse_kv_transfer_config(transfer)
         cls = make or get_connector_class(parsed)
         if parsed.kv_connector == "MultiConnector" and kwargs:
             kwargs["make_child"] = partial(_make_child, dict(kwargs))
-        self.kv_cache = KVCacheView(
-            num_blocks, BLOCK_SIZE, (GroupView("full", LAYERS),), len(LAYERS) * BLOCK_SIZE * ROW
-        )
+        #: tokens of a block id, and of a block on one rank
+        self.block_tokens, self.block_size = block_size * parallel.dcp, block_size
+        self.kv_cache = KVCacheView(num_blocks, self.block_tokens, groups, len(LAYERS) * block_size * ROW)
         self.config = ConnectorConfig(
             kv_transfer=parsed,
             engine_id=name,
             parallel=parallel,
             model=ModelView(
-                "m", "uint8", len(LAYERS), heads, ROW, BLOCK_SIZE, packing="latent" if heads == 1 else "kv"
+                "m", "uint8", len(LAYERS), heads, ROW, block_size, packing="latent" if heads == 1 else "kv"
             ),
+            host=host,
             port=port or free_port(),
         )
-        self.shares = [_share(heads, tp, coordinates(parallel, rank).tp) for rank in self.ranks]
+        self.parts = [_Part.of(self.config, rank) for rank in self.ranks]
         self.caches = [
-            {n: np.zeros((num_blocks, share.count * BLOCK_SIZE * ROW), np.uint8) for n in LAYERS}
-            for share in self.shares
+            {name: np.zeros((num_blocks, part.heads.count * block_size * ROW), np.uint8) for name in part.layers}
+            for part in self.parts
         ]
         self.workers: list[KVConnector] = []
         for rank in self.ranks:
             config = _with_rank(self.config, rank)
             worker = cls(config, ConnectorRole.WORKER, self.kv_cache, **kwargs)
-            worker.register_kv_caches({n: _layer(n, a) for n, a in self.caches[rank].items()})
+            worker.register_kv_caches({n: self._layer(rank, n) for n in self.caches[rank]})
             self.workers.append(worker)
         self.scheduler: KVConnector = cls(self.config, ConnectorRole.SCHEDULER, self.kv_cache, **kwargs)
         published = {
@@ -204,67 +212,123 @@ class Side:
         return part
 
     def prefill(
-        self, id: str, blocks: list[int], seed: int, *, remote: bool = True, **extra: Any
+        self, id: str, blocks: list[int], seed: int, *, remote: bool = True, n_tokens: int | None = None, **extra: Any
     ) -> dict[str, Any] | None:
         """Schedule a prompt, pretend to compute it into ``blocks`` on every rank, finish it. Returns its params."""
-        n_tokens = len(blocks) * BLOCK_SIZE
+        n_tokens = n_tokens or len(blocks) * self.block_tokens
         self.write(blocks, seed)
         params = {"do_remote_decode": remote, **extra}
         view = RequestView(id, n_tokens, n_tokens + 1, params, block_hashes=lambda: _hashes(seed, len(blocks)))
         self.scheduler.on_new_request(view)
-        self.step(requests=(StepRequest(id, 0, n_tokens, (tuple(blocks),)),))
-        delayed, params = self.scheduler.request_finished(view, (tuple(blocks),), FinishReason.LENGTH)
+        self.step(requests=(StepRequest(id, 0, n_tokens, self._tables(blocks)),))
+        delayed, params = self.scheduler.request_finished(view, self._tables(blocks), FinishReason.LENGTH)
         if delayed:
             self.aggregator.expect("send", id)
         return params
+
+    def _tables(self, blocks: list[int]) -> BlockIds:
+        return (tuple(blocks),) * len(self.kv_cache.groups)
 
     def write(self, blocks: list[int], seed: int) -> None:
         """Fill ``blocks`` on every rank with the bytes of ``seed``."""
         for rank in self.ranks:
             for name, content in self.content(rank, seed, len(blocks)).items():
-                self.caches[rank][name][blocks] = content
+                self.caches[rank][name][blocks] = content.reshape(len(blocks), -1)
 
     def content(self, rank: int, seed: int, blocks: int) -> dict[str, Any]:
-        """What ``blocks`` blocks of ``seed`` are on this rank, by layer: its heads of them."""
-        share, head = self.shares[rank], BLOCK_SIZE * ROW
-        mine = slice(share.first * head, (share.first + share.count) * head)
-        return {name: pattern(seed, layer, blocks, self.heads)[:, mine] for layer, name in enumerate(LAYERS)}
+        """What the first ``blocks`` blocks of ``seed`` are on this rank, by layer: (blocks, heads, tokens, ROW), or
+        tokens before heads."""
+        part = self.parts[rank]
+        heads = slice(part.heads.first, part.heads.first + part.heads.count)
+        positions = part.positions(blocks * self.block_size)
+        out = {}
+        for name in part.layers:
+            kv = pattern(seed, LAYERS.index(name), blocks * self.block_tokens, self.config.model.num_kv_heads)
+            mine = kv[positions][:, heads].reshape(blocks, self.block_size, part.heads.count, ROW)
+            out[name] = mine if self.tokens_first else mine.swapaxes(1, 2)
+        return out
+
+    def _layer(self, rank: int, name: str) -> LayerView:
+        array, heads, groups = self.caches[rank][name], self.parts[rank].heads.count, self.kv_cache.groups
+        group = next(index for index, group in enumerate(groups) if name in group.layers)
+        cells = Cells(heads, self.block_size, ROW, ROW, heads * ROW) if self.tokens_first else None
+        return LayerView(
+            name, array.ctypes.data, array.strides[0], array.shape[1], array.shape[0], group, groups[group].kind,
+            cells=cells,
+        )  # fmt: skip
 
     def load(
-        self, id: str, params: dict[str, Any] | None, blocks: list[int], hits: int = 0, tokens: tuple[int, ...] = ()
+        self,
+        id: str,
+        params: dict[str, Any] | None,
+        blocks: list[int],
+        hits: int = 0,
+        tokens: tuple[int, ...] = (),
+        n_tokens: int | None = None,
     ) -> RequestView:
         """Admit a request with ``params`` whose block table is ``blocks``, the first ``hits`` of them local hits."""
-        view = RequestView(id, len(blocks) * BLOCK_SIZE, len(blocks) * BLOCK_SIZE, params, lambda: tokens)
+        n_tokens = n_tokens or len(blocks) * self.block_tokens
+        view = RequestView(id, n_tokens, n_tokens, params, lambda: tokens)
         self.scheduler.on_new_request(view)
-        n, _ = self.scheduler.get_num_new_matched_tokens(view, hits * BLOCK_SIZE)
+        n, _ = self.scheduler.get_num_new_matched_tokens(view, hits * self.block_tokens)
         if n:
             self.aggregator.expect("recv", id)
-        self.scheduler.update_state_after_alloc(view, KVBlocks((tuple(blocks),), (hits,)), n or 0)
+        table = KVBlocks(self._tables(blocks), (hits,) * len(self.kv_cache.groups))
+        self.scheduler.update_state_after_alloc(view, table, n or 0)
         return view
 
-    def holds(self, blocks: list[int], seed: int, start: int = 0) -> bool:
-        """True when ``blocks`` hold the bytes of :meth:`prefill` with ``seed`` from block ``start`` on, everywhere."""
-        return all(
-            np.array_equal(self.caches[rank][name][blocks], content[start:])
-            for rank in self.ranks
-            for name, content in self.content(rank, seed, start + len(blocks)).items()
-        )
+    def holds(self, blocks: list[int], seed: int, start: int = 0, n_tokens: int | None = None) -> bool:
+        """True when ``blocks`` hold the bytes of :meth:`prefill` with ``seed`` from block ``start`` on, everywhere.
+
+        ``n_tokens``: only so many of the prompt's first, of a window its last ones.
+        """
+        end = n_tokens or (start + len(blocks)) * self.block_tokens
+        windows = {name: group.window for group in self.kv_cache.groups for name in group.layers}
+        for rank in self.ranks:
+            positions = self.parts[rank].positions((start + len(blocks)) * self.block_size)[start * self.block_size :]
+            for name, content in self.content(rank, seed, start + len(blocks)).items():
+                first = max(0, end - (windows[name] or end))
+                seen = ((positions >= first) & (positions < end)).reshape(len(blocks), self.block_size, 1)
+                there = self.caches[rank][name][blocks].reshape(content[start:].shape)
+                if ((there != content[start:]) & (seen[..., None] if self.tokens_first else seen[:, None])).any():
+                    return False
+        return True
 
     def close(self) -> None:
         for connector in (*self.workers, self.scheduler):
             connector.shutdown()
 
 
-def pattern(seed: int, layer: int, blocks: int, heads: int = 1) -> Any:
-    """Bytes nobody else writes: shape (blocks, heads * BLOCK_SIZE * ROW), the heads one after the other."""
+def pattern(seed: int, layer: int, tokens: int, heads: int = 1) -> Any:
+    """Bytes nobody else writes: shape (tokens, heads, ROW)."""
     rng = np.random.default_rng((seed, layer))
-    return rng.integers(0, 256, (blocks, heads * BLOCK_SIZE * ROW), dtype=np.uint8)
+    return rng.integers(0, 256, (tokens, heads, ROW), dtype=np.uint8)
 
 
-def _share(heads: int, tp: int, rank: int) -> HeadShare:
-    share = HeadShare.of(heads, tp, rank)
-    assert share is not None
-    return share
+def blocks_of(seed: int, layer: int, blocks: int) -> Any:
+    """The same of one head, shape (blocks, bytes of a block)."""
+    return pattern(seed, layer, blocks * BLOCK_SIZE).reshape(blocks, -1)
+
+
+class _Part(msgspec.Struct, frozen=True):
+    """What one rank keeps of a prompt."""
+
+    layers: tuple[str, ...]
+    heads: HeadShare
+    tokens: TokenShare
+
+    @classmethod
+    def of(cls, config: ConnectorConfig, rank: int) -> _Part:
+        place = place_of(config.parallel, rank)
+        share = Share.of(side_of(config), place.tp)
+        assert share is not None
+        per_stage = -(-len(LAYERS) // config.parallel.pp)
+        return cls(LAYERS[place.pp * per_stage : (place.pp + 1) * per_stage], share.heads, share.tokens)
+
+    def positions(self, n: int) -> Any:
+        """Where in the prompt the first ``n`` tokens of this rank are."""
+        turn, within = np.divmod(np.arange(n), self.tokens.interleave)
+        return (turn * self.tokens.dcp + self.tokens.rank) * self.tokens.interleave + within
 
 
 def _hashes(seed: int, blocks: int) -> list[bytes]:
@@ -280,7 +344,3 @@ def _make_child(kwargs: dict[str, Any], cls: Any, *args: Any) -> KVConnector:
 
 def _with_rank(config: ConnectorConfig, rank: int) -> ConnectorConfig:
     return msgspec.structs.replace(config, rank=rank)
-
-
-def _layer(name: str, array: Any) -> LayerView:
-    return LayerView(name, array.ctypes.data, array.strides[0], array.shape[1], array.shape[0])

@@ -73,6 +73,11 @@ class TestTransferConfig:
         (problem,) = problems({**GOOD, "kv_role": "producer"})
         assert "did you mean 'kv_producer'?" in problem
 
+    @pytest.mark.parametrize("key", ["kv_role", "engine_id", "kv_connector"])
+    def test_a_lone_surrogate_which_json_can_hold_is_a_problem_of_its_key(self, key: str) -> None:
+        (problem,) = problems({**GOOD, key: "\ud800"})
+        assert problem.startswith(f"kv_transfer_config.{key}: ")
+
     def test_a_missing_key_is_named(self) -> None:
         assert problems({"kv_role": "kv_both"}) == ("kv_transfer_config.kv_connector: missing",)
 

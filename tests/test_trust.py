@@ -111,7 +111,23 @@ class TestAddresses:
         assert str(numeric(text)) == address
 
     @pytest.mark.parametrize(
-        "text", ["", "localhost", "10.0.0", "010.0.0.1", "1;2", "0x7f.1", "[::1", "10.0.0.1/8", "٣.0.0.1"]
+        "text",
+        [
+            "",
+            "localhost",
+            "10.0.0",
+            "010.0.0.1",
+            "1;2",
+            "0x7f.1",
+            "[::1",
+            "10.0.0.1/8",
+            "٣.0.0.1",
+            "fe80::1%",
+            "fe80::1%a;tcp://10.0.0.1",
+            "fe80::1% a",
+            "fe80::1%a/b",
+            "fe80::1%" + "a" * 16,
+        ],
     )
     def test_anything_else_is_none(self, text: str) -> None:
         assert numeric(text) is None

@@ -22,11 +22,11 @@ from kvconn.chaos.book import Book, Shares, Wrong
 from kvconn.chaos.faults import Director, Fault, faults
 from kvconn.chaos.fleet import Fleet, Ports
 from kvconn.chaos.samples import Sample, Sampler
-from kvconn.config import LIMITS, ParallelConfig
+from kvconn.config import ParallelConfig
 from kvconn.engine.config import EngineConfig, ModelSpec
 from kvconn.engine.content import ContentAddressed
 from kvconn.engine.ports import free_ports
-from kvconn.engine.ranks import connect
+from kvconn.engine.ranks import Alone, Ranks
 from kvconn.engine.scheduler import Scheduled
 
 __all__ = ["Oracle", "Report", "Row", "Settings", "run"]
@@ -98,7 +98,7 @@ class Oracle:
         self._settings = settings
         self._blocks = (settings.prompt + settings.answer) // BLOCK + 1
         config = EngineConfig(name="oracle", num_blocks=self._blocks, block_size=BLOCK, model=MODEL)
-        self._model = ContentAddressed(config, connect(config.parallel, 0, "", LIMITS.step))
+        self._model = ContentAddressed(config, Ranks(config.parallel, 0, lambda members: Alone()))
         #: prompts begin like one of these, so that prefix caches have hits
         rng = random.Random(settings.seed)
         self._heads = [tuple(rng.choices(range(MODEL.vocab_size), k=2 * BLOCK)) for _ in range(4)]
@@ -111,10 +111,10 @@ class Oracle:
         return prompt, self._answer(prompt, rng.randint(1, self._settings.answer))
 
     def _answer(self, prompt: tuple[int, ...], n: int) -> tuple[int, ...]:
-        blocks, answer, start = tuple(range(self._blocks)), [], 0
+        tables, answer, start = (tuple(range(self._blocks)),), [], 0
         tokens = prompt
         for _ in range(n):
-            step = Scheduled("oracle", start, len(tokens), start, tokens, blocks, True, start > 0)
+            step = Scheduled("oracle", start, len(tokens), start, tokens, tables, True, start > 0)
             answer.append(self._model.forward([step], _nothing, _nothing)["oracle"])
             start, tokens = start + len(tokens), (answer[-1],)
         self._model.forget(["oracle"])

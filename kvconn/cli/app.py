@@ -55,7 +55,16 @@ OffloadOption = Annotated[
         " P holds each request until its blocks are stored; off: none."
     ),
 ]
-Pcp = Annotated[int, typer.Option(help="P's context-parallel workers.")]
+Pcp = Annotated[
+    int | None, typer.Option(help="P's prefill context-parallel ranks. [8; 1 where P has another size]", min=1)
+]
+PTp = Annotated[int, typer.Option("--p-tp", help="P's tensor-parallel ranks.", min=1)]
+PPp = Annotated[int, typer.Option("--p-pp", help="P's pipeline stages.", min=1)]
+PDcp = Annotated[int, typer.Option("--p-dcp", help="Ranks of P, TP or PCP, that share the tokens of a block.", min=1)]
+DTp = Annotated[int, typer.Option("--d-tp", help="D's tensor-parallel ranks.", min=1)]
+DPp = Annotated[int, typer.Option("--d-pp", help="D's pipeline stages.", min=1)]
+DDcp = Annotated[int, typer.Option("--d-dcp", help="TP ranks of D that share the tokens of a block.", min=1)]
+Window = Annotated[int, typer.Option(help="Tokens that every second layer sees; 0: all layers see all.", min=0)]
 UcxTls = Annotated[str | None, typer.Option(help="UCX_TLS of both engines, e.g. tcp.")]
 StallAfter = Annotated[
     float | None, typer.Option(help="Seconds until a pending release is named. [30; 10 with hidden-ranks]")
@@ -87,7 +96,14 @@ def demo(
     kv: KvOption = "latent",
     contract: ContractOption = "world",
     offload: OffloadOption = "hold",
-    pcp: Pcp = 8,
+    pcp: Pcp = None,
+    p_tp: PTp = 1,
+    p_pp: PPp = 1,
+    p_dcp: PDcp = 1,
+    d_tp: DTp = 1,
+    d_pp: DPp = 1,
+    d_dcp: DDcp = 1,
+    window: Window = 0,
     ucx_tls: UcxTls = None,
     stall_after: StallAfter = None,
     seed: Seed = 0,
@@ -103,6 +119,13 @@ def demo(
         contract=contract,
         offload=offload,
         pcp=pcp,
+        p_tp=p_tp,
+        p_pp=p_pp,
+        p_dcp=p_dcp,
+        d_tp=d_tp,
+        d_pp=d_pp,
+        d_dcp=d_dcp,
+        window=window,
         ucx_tls=ucx_tls,
         stall_after=stall_after,
         seed=seed,
@@ -119,7 +142,14 @@ def replay(
     kv: KvOption = "latent",
     contract: ContractOption = "world",
     offload: OffloadOption = "hold",
-    pcp: Pcp = 8,
+    pcp: Pcp = None,
+    p_tp: PTp = 1,
+    p_pp: PPp = 1,
+    p_dcp: PDcp = 1,
+    d_tp: DTp = 1,
+    d_pp: DPp = 1,
+    d_dcp: DDcp = 1,
+    window: Window = 0,
     ucx_tls: UcxTls = None,
     stall_after: StallAfter = None,
     seed: Seed = 0,
@@ -137,6 +167,13 @@ def replay(
         contract=contract,
         offload=offload,
         pcp=pcp,
+        p_tp=p_tp,
+        p_pp=p_pp,
+        p_dcp=p_dcp,
+        d_tp=d_tp,
+        d_pp=d_pp,
+        d_dcp=d_dcp,
+        window=window,
         ucx_tls=ucx_tls,
         stall_after=stall_after,
         seed=seed,
@@ -217,25 +254,34 @@ def doctor(
 def plan(
     d: Annotated[str, typer.Option("--d", metavar="FILE|JSON", help="The engine that reads.")],
     p: Annotated[str | None, typer.Option("--p", metavar="FILE|JSON", help="The engine that is read.")] = None,
+    source: Annotated[
+        str | None,
+        typer.Option("--from", metavar="HOST:PORT", help="Ask the engine that is read, at its side channel."),
+    ] = None,
+    key_file: Annotated[str | None, typer.Option(help="The fleet's key, where that engine wants one.")] = None,
     tokens: Annotated[int, typer.Option(min=1, max=1 << 20, help="Length of the prompt to count for.")] = 1024,
     svg: Annotated[Path | None, typer.Option(help="Draw who reads what of whom into this file.")] = None,
     as_json: Json = False,
 ) -> None:
     """Can these two engines exchange KV? Who reads what of whom, or every field that is in the way (exit 1)."""
     from kvconn.cli import planning
-    from kvconn.nixl.survey import peer_of, survey
 
     errors, console = _Console(stderr=True), _Console()
     try:
-        if p is None:
-            raise ConfigError("--p: expected the engine that is read")
-        found = survey(planning.read_shape(d, "--d"), peer_of(planning.read_shape(p, "--p")), tokens)
+        with _interruptible():
+            found = planning.plan(d, p, source, key_file, tokens)
         if svg is not None and not found.problems:
             svg.write_text(planning.to_svg(found), encoding="utf-8")
     except ConfigError as err:
         for problem in err.problems:
             _complain(errors, problem)
         sys.exit(USAGE)
+    except KvconnError as err:
+        _complain(errors, str(err))
+        sys.exit(WRONG)
+    except KeyboardInterrupt:
+        _complain(errors, "interrupted")
+        sys.exit(INTERRUPTED)
     except OSError as err:
         _complain(errors, f"--svg: cannot write {svg}: {err}")
         sys.exit(USAGE)

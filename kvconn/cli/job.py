@@ -4,8 +4,8 @@ Rules
 1. :func:`plan` decides everything and touches only the trace file; what cannot work is a ConfigError before a process
    starts, every problem at once where they are independent.
 2. :func:`run` starts engines and, whatever happens, shuts all of them down.
-3. P is tp=1 x pcp workers, D is one worker, with the connectors of :mod:`kvconn.cli.connectors`; the yardstick is one
-   worker without a connector.
+3. P and D have the sizes that were asked for, P eight PCP ranks and D one without, and the connectors of
+   :mod:`kvconn.cli.connectors`; the yardstick is one worker without a connector.
 4. Files of a replay are in a directory of its own, which is removed however it ends.
 5. The engines of a run share a fleet key of their own, drawn for it and gone after it.
 """
@@ -51,13 +51,19 @@ Kv = Literal["latent", "gqa"]
 BLOCK_SIZE = 16
 GIB = 1 << 30
 REQUESTS = 48
+PCP = 8
+SIZES = ("p_tp", "p_pp", "p_dcp", "d_tp", "d_pp", "d_dcp")
 #: how long nothing may move, beyond the age at which engines name a pending release
 STALL_SLACK = 5.0
 STALL_AFTER: dict[Contract, float] = {"world": 30.0, "hidden-ranks": 10.0}
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """What the command line says. ``trace`` None: the shipped one; ``requests`` None: as many as are useful."""
+    """What the command line says.
+
+    ``trace`` None: the shipped one; ``requests`` None: as many as are useful; ``pcp`` None: eight ranks, or one where P
+    has another size.
+    """
 
     trace: Path | None = None
     scale: int = 32
@@ -67,10 +73,29 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     kv: Kv = "latent"
     contract: Contract = "world"
     offload: Offload = "hold"
-    pcp: int = 8
+    pcp: int | None = None
+    p_tp: int = 1
+    p_pp: int = 1
+    p_dcp: int = 1
+    d_tp: int = 1
+    d_pp: int = 1
+    d_dcp: int = 1
+    window: int = 0
     ucx_tls: str | None = None
     stall_after: float | None = None
     seed: int = 0
+
+    @property
+    def p(self) -> ParallelConfig:
+        """P's sizes."""
+        others = (self.p_tp, self.p_pp, self.p_dcp)
+        pcp = self.pcp if self.pcp is not None else PCP if others == (1, 1, 1) else 1
+        return ParallelConfig(tp=self.p_tp, pp=self.p_pp, pcp=pcp, dcp=self.p_dcp)
+
+    @property
+    def d(self) -> ParallelConfig:
+        """D's sizes."""
+        return ParallelConfig(tp=self.d_tp, pp=self.d_pp, dcp=self.d_dcp)
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -104,7 +129,7 @@ class Watcher(Protocol):
 def plan(settings: Settings) -> Plan:
     """The replay these settings ask for. Raises ConfigError."""
     _check(settings)
-    model = ModelSpec(mode=settings.mode, kv=settings.kv, seed=settings.seed)
+    model = ModelSpec(mode=settings.mode, kv=settings.kv, window=settings.window, seed=settings.seed)
     requests = _requests(settings, model)
     stall_after = settings.stall_after if settings.stall_after is not None else STALL_AFTER[settings.contract]
     in_flight = settings.concurrency
@@ -118,15 +143,23 @@ def plan(settings: Settings) -> Plan:
         env={"UCX_TLS": settings.ucx_tls} if settings.ucx_tls else {},
         stall_after=stall_after,
     )
-    pool = prefill_blocks(requests, in_flight, BLOCK_SIZE)
+    p, d = settings.p, settings.d
+    pool = prefill_blocks(requests, in_flight, BLOCK_SIZE * p.dcp)
     files = _scratch() if settings.offload == "tiering" else None
     host_bytes = pool * kv_cache_view(base).block_bytes if files is not None else OFFLOAD_BYTES
     sibling = offloading(settings.offload, host_bytes, files)
-    decode = replace(base, name="D", kv_transfer_config=decode_connectors(settings.offload, sibling), port=ports[0])
+    decode = replace(
+        base,
+        name="D",
+        parallel=d,
+        kv_transfer_config=decode_connectors(settings.offload, sibling),
+        num_blocks=decode_blocks(requests, in_flight, BLOCK_SIZE * d.dcp),
+        port=ports[0],
+    )
     prefill = replace(
         base,
         name="P",
-        parallel=ParallelConfig(pcp=settings.pcp),
+        parallel=p,
         kv_transfer_config=prefill_connectors(settings.contract, settings.offload, sibling),
         num_blocks=pool,
         port=ports[1],
@@ -190,10 +223,12 @@ def _check(settings: Settings) -> None:
         problems.append(
             f"--requests: expected at least as many as --concurrency {settings.concurrency}, got {settings.requests}"
         )
-    if settings.pcp < 1:
-        problems.append(f"--pcp: expected at least 1, got {settings.pcp}")
-    if settings.contract == "hidden-ranks" and settings.pcp < 2:
-        problems.append(f"--pcp: hidden-ranks hides ranks > 0, expected at least 2, got {settings.pcp}")
+    sizes = ("pcp", settings.p.pcp), *((name, getattr(settings, name)) for name in SIZES)
+    problems += [f"--{name.replace('_', '-')}: expected at least 1, got {size}" for name, size in sizes if size < 1]
+    if settings.contract == "hidden-ranks" and settings.p.pcp < 2:
+        problems.append(f"--pcp: hidden-ranks hides ranks > 0, expected at least 2, got {settings.p.pcp}")
+    if settings.window and settings.offload != "off":
+        problems.append(f"--window: the sibling stores whole prompts, expected --offload off, got {settings.offload}")
     if settings.stall_after is not None and not 0 < settings.stall_after < 1e6:
         problems.append(f"--stall-after: expected seconds > 0, got {settings.stall_after}")
     if problems:
@@ -219,8 +254,8 @@ def _requests(settings: Settings, model: ModelSpec) -> list[TraceRequest]:
 def run(job: Plan, watcher: Watcher) -> ReplayReport:
     """Replay, drain, compare. Raises EngineDeadError, ContractError (the yardstick failed), ConfigError."""
     watcher.phase(
-        f"starting P (pcp={job.prefill.parallel.pcp}, {job.prefill.num_blocks} blocks) and D"
-        f" ({job.decode.num_blocks} blocks)"
+        f"starting P ({_sizes(job.prefill)}{job.prefill.num_blocks} blocks) and D"
+        f" ({_sizes(job.decode)}{job.decode.num_blocks} blocks)"
     )
     with (
         _files(job.files),
@@ -244,6 +279,12 @@ def run(job: Plan, watcher: Watcher) -> ReplayReport:
     with engines(job.monolithic) as (engine,):
         expected = run_monolithic(engine, job.requests, stall_limit=job.stall_limit, on_progress=watcher.compared)
     return make_report(replayed, expected, floor)
+
+
+def _sizes(config: EngineConfig) -> str:
+    """The sizes that are not 1, for a line that goes on."""
+    sizes = {name: getattr(config.parallel, name) for name in ("tp", "pp", "pcp", "dcp")}
+    return "".join(f"{name}={size}, " for name, size in sizes.items() if size != 1)
 
 
 @contextmanager

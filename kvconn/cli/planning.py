@@ -17,17 +17,29 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from kvconn.cli.asking import address_of, peer_at
 from kvconn.errors import ConfigError
 from kvconn.geometry import Place
 from kvconn.nixl.shape import Shape, parse_shape
-from kvconn.nixl.survey import Edge, Survey
+from kvconn.nixl.survey import Edge, Survey, peer_of, survey
 
-__all__ = ["print_survey", "read_shape", "to_json", "to_svg"]
+__all__ = ["plan", "print_survey", "read_shape", "to_json", "to_svg"]
 
 #: a description is a few hundred bytes
 LARGEST: Final = 1 << 20
 #: of the picture: a rank's box and the space between columns and rows, in pixels
 WIDE, HIGH, ACROSS, DOWN, MARGIN = 150, 44, 420, 64, 24
+
+
+def plan(d: str, p: str | None, source: str | None, key_file: str | None, tokens: int) -> Survey:
+    """The pair of these options. Raises ConfigError, PeerError."""
+    reader = read_shape(d, "--d")
+    described = read_shape(p, "--p") if p is not None else None
+    if source is not None:
+        return survey(reader, peer_at(address_of(source), described, key_file), tokens)
+    if described is None:
+        raise ConfigError("--p: expected the engine that is read, or --from where it runs")
+    return survey(reader, peer_of(described), tokens)
 
 
 def read_shape(given: str, option: str) -> Shape:
@@ -65,6 +77,7 @@ def print_survey(console: Console, survey: Survey) -> None:
         f"MB and ranges of one prompt of {survey.tokens} tokens whose blocks lie scattered"
         + ("; D puts heads and tokens in order afterwards" if any(edge.permutes for edge in survey.edges) else ""),
         highlight=False,
+        soft_wrap=True,
     )
 
 

@@ -49,12 +49,13 @@ class Loaded(msgspec.Struct, frozen=True):
 
 
 class ConfigFacts(msgspec.Struct, frozen=True):
-    """``connectors`` by path; ``problems`` with the path of their key."""
+    """``connectors`` by path; ``problems`` with the path of their key; ``keys``: fingerprints of fleet keys."""
 
     connectors: dict[str, str]
     roles: tuple[str, ...]
     problems: tuple[str, ...]
     loaded: tuple[Loaded, ...]
+    keys: tuple[str, ...] = ()
 
 
 # --- the machine --------------------------------------------------------------------------------------------------
@@ -63,17 +64,21 @@ class ConfigFacts(msgspec.Struct, frozen=True):
 def gather(raw: str) -> ConfigFacts:
     problems: list[str] = []
     parsed: dict[str, KVTransferConfig] = {}
-    _walk(raw, ROOT, problems, parsed, 0)
+    keys: dict[str, None] = {}
+    _walk(raw, ROOT, problems, parsed, keys, 0)
     loaded = tuple(_load(path, config) for path, config in parsed.items() if config.kv_connector_module_path)
     return ConfigFacts(
         {path: config.kv_connector for path, config in parsed.items()},
         tuple(dict.fromkeys(config.kv_role for config in parsed.values())),
         tuple(problems),
         loaded,
+        tuple(keys),
     )
 
 
-def _walk(raw: Any, path: str, problems: list[str], parsed: dict[str, KVTransferConfig], depth: int) -> None:
+def _walk(
+    raw: Any, path: str, problems: list[str], parsed: dict[str, KVTransferConfig], keys: dict[str, None], depth: int
+) -> None:
     try:
         config = parsed[path] = parse_kv_transfer_config(raw, path)
         if config.kv_connector_module_path is not None:
@@ -83,15 +88,21 @@ def _walk(raw: Any, path: str, problems: list[str], parsed: dict[str, KVTransfer
         elif config.kv_connector in SETTINGS:
             extra = parse_extra(SETTINGS[config.kv_connector], config, path)
             if isinstance(extra, NixlSettings):
-                load_trust(extra.kvconn, f"{path}.kv_connector_extra_config.kvconn")
+                trust = load_trust(extra.kvconn, f"{path}.kv_connector_extra_config.kvconn")
+                keys |= {trust.key.fingerprint: None} if trust.key is not None else {}
         else:
-            _walk_children(config, path, problems, parsed, depth)
+            _walk_children(config, path, problems, parsed, keys, depth)
     except ConfigError as err:
         problems += err.problems
 
 
 def _walk_children(
-    config: KVTransferConfig, path: str, problems: list[str], parsed: dict[str, KVTransferConfig], depth: int
+    config: KVTransferConfig,
+    path: str,
+    problems: list[str],
+    parsed: dict[str, KVTransferConfig],
+    keys: dict[str, None],
+    depth: int,
 ) -> None:
     where = f"{path}.kv_connector_extra_config.connectors"
     children = parse_extra(MultiSettings, config, path).connectors
@@ -107,7 +118,7 @@ def _walk_children(
                 f"{where}[{index}].kv_load_failure_policy: expected the engine's one policy, "
                 f"{config.kv_load_failure_policy!r}, got {policy!r}"
             )
-        _walk(raw, f"{where}[{index}]", problems, parsed, depth + 1)
+        _walk(raw, f"{where}[{index}]", problems, parsed, keys, depth + 1)
 
 
 def _load(path: str, config: KVTransferConfig) -> Loaded:
@@ -153,5 +164,6 @@ def judge(facts: ConfigFacts) -> list[Finding]:
             )
     if not facts.problems:
         names = ", ".join(facts.connectors.values())
-        found.insert(0, ok(f"kv_transfer_config: {names}; {', '.join(facts.roles)}"))
+        keys = "".join(f"; fleet key {one}" for one in facts.keys)
+        found.insert(0, ok(f"kv_transfer_config: {names}; {', '.join(facts.roles)}{keys}"))
     return found

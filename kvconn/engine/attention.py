@@ -156,15 +156,19 @@ def make_attention(spec: ModelSpec, portion: Portion) -> Attention:
 
 
 def attend(
-    kind: Attention, queries: torch.Tensor, positions: torch.Tensor, contexts: Iterable[Context]
+    kind: Attention, queries: torch.Tensor, positions: torch.Tensor, contexts: Iterable[Context], window: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Answers, and for each the log of the sum of its exponentiated scores: minus infinity where it sees nothing."""
+    """Answers, and for each the log of the sum of its exponentiated scores: minus infinity where it sees nothing.
+
+    A token sees the last ``window`` tokens, its own among them; None: all up to its own.
+    """
     answers, weights = [], []
     for here, rows, held in _places(contexts):
         keys, values = kind.keys_values(rows)
         scores = torch.einsum("nkgw,ckw->nkgc", queries[here], keys) * kind.scale
-        later = held[None, :] > positions[here][:, None]
-        scores = scores.masked_fill(later[:, None, None, :], -math.inf)
+        distance = positions[here][:, None] - held[None, :]
+        hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
+        scores = scores.masked_fill(hidden[:, None, None, :], -math.inf)
         weight = scores.logsumexp(dim=-1)
         shares = (scores - weight.clamp(min=_LOWEST)[..., None]).exp()
         answers.append(torch.einsum("nkgc,ckv->nkgv", shares, values))

@@ -17,7 +17,16 @@ from kvconn.config import LIMITS, KVTransferConfig, ModelView, ParallelConfig, p
 from kvconn.errors import ConfigError
 from kvconn.geometry import Share, Side, is_replicated, place_of
 
-__all__ = ["EngineConfig", "ModelSpec", "check", "kv_cache_view", "layer_names", "model_view", "share_of_rank"]
+__all__ = [
+    "EngineConfig",
+    "ModelSpec",
+    "cache_groups",
+    "check",
+    "kv_cache_view",
+    "layer_names",
+    "model_view",
+    "share_of_rank",
+]
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,6 +49,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     #: of ``kv='latent'``: compressed K and V, then the shared positional part
     latent: int = 48
     rope: int = 16
+    #: every second layer, from the second on, sees this many tokens, its own among them; 0: all layers see all
+    window: int = 0
     d_ff: int = 128
     vocab_size: int = 512
     #: smallest difference between the two best logits that a run may see; below it equal KV need not mean equal tokens
@@ -102,6 +113,7 @@ def check(config: EngineConfig) -> KVTransferConfig | None:
             ("block_size", config.block_size, 1),
             ("max_num_batched_tokens", config.max_num_batched_tokens, 1),
             ("max_num_seqs", config.max_num_seqs, 1),
+            ("model.window", config.model.window, 0),
             ("parallel.tp", config.parallel.tp, 1),
             ("parallel.pp", config.parallel.pp, 1),
             ("parallel.pcp", config.parallel.pcp, 1),
@@ -137,6 +149,8 @@ def _sizes(config: EngineConfig) -> list[str]:
         problems.append(f"parallel.tp: expected a size that {heads} can be divided by, got {parallel.tp}")
     elif model.d_ff % parallel.tp:
         problems.append(f"parallel.tp: expected a divisor of d_ff {model.d_ff}, got {parallel.tp}")
+    if model.window and model.n_layers < 2:
+        problems.append(f"model.window: expected 0 or at least 2 layers, got {model.window} with {model.n_layers}")
     if parallel.pp > model.n_layers:
         problems.append(f"parallel.pp: expected at most one stage per layer, {model.n_layers}, got {parallel.pp}")
     return problems + _shards(config)
@@ -185,14 +199,21 @@ def layer_names(model: ModelSpec) -> tuple[str, ...]:
     return tuple(f"layers.{index}.kv" for index in range(model.n_layers))
 
 
+def cache_groups(model: ModelSpec) -> tuple[GroupView, ...]:
+    """The layers that share a block table: those that see everything, and those that see a window."""
+    names = layer_names(model)
+    if not model.window:
+        return (GroupView("full", names),)
+    return GroupView("full", names[::2]), GroupView("window", names[1::2], model.window)
+
+
 def kv_cache_view(config: EngineConfig) -> KVCacheView:
     """The pool, as connectors are told it."""
     model, parallel = config.model, config.parallel
-    groups = (GroupView("full", layer_names(model)),)
     heads = max(1, model.cache_heads // parallel.tp)
     layers = -(-model.n_layers // parallel.pp)
     block_bytes = config.block_size * heads * model.channels * 8 * layers  # float64
-    return KVCacheView(config.num_blocks, config.block_tokens, groups, block_bytes)
+    return KVCacheView(config.num_blocks, config.block_tokens, cache_groups(model), block_bytes)
 
 
 def model_view(config: EngineConfig) -> ModelView:

@@ -20,10 +20,9 @@ import torch
 
 from kvconn.engine.config import EngineConfig
 from kvconn.engine.model import LayerHook, empty_caches
-from kvconn.engine.portion import Portion, held, holds, slots
+from kvconn.engine.portion import Portion, holds, seen, slots
 from kvconn.engine.ranks import Ranks
 from kvconn.engine.scheduler import Scheduled
-from kvconn.geometry import blocks_for
 
 __all__ = ["ContentAddressed", "prefix_hashes"]
 
@@ -83,7 +82,7 @@ class ContentAddressed:
         positions = torch.arange(s.start, s.start + s.n)
         positions = positions[holds(tokens, positions)]
         index, row = (part.numpy() for part in slots(tokens, positions, self._size))
-        blocks = np.array(s.blocks, dtype=np.int64)[index]
+        blocks = np.array(s.tables[self._portion.groups[layer]], dtype=np.int64)[index]
         prefixes = [self._prefixes[s.id][position] for position in positions.tolist()]
         self._bytes[layer][blocks, :, row] = self._rows(prefixes, layer)
 
@@ -103,11 +102,15 @@ class ContentAddressed:
         seeds = np.array(prefixes, dtype=np.uint64) ^ np.uint64((layer + 1) * 0xA24BAED4963EE407 & _MASK)
         return _mix(_mix(seeds[:, None] + self._heads)[..., None] + self._columns)
 
-    def _context(self, s: Scheduled, layer: int, n_rows: int) -> U64:
-        blocks = list(s.blocks[: blocks_for(n_rows, self._size)])
-        shape = -1, self._portion.kv.count, self._spec.channels
-        context: U64 = self._bytes[layer][blocks].swapaxes(1, 2).reshape(shape)[:n_rows]
-        return context
+    def _context(self, s: Scheduled, layer: int) -> tuple[U64, torch.Tensor]:
+        """The rows that ``s``'s last token sees here, and their positions."""
+        portion, n_tokens = self._portion, s.start + s.n
+        table, window = s.tables[portion.groups[layer]], portion.windows[layer]
+        blocks, positions = seen(portion.tokens, table, n_tokens, window, 1, self._size)
+        shape = -1, portion.kv.count, self._spec.channels
+        context: U64 = self._bytes[layer][blocks].swapaxes(1, 2).reshape(shape)[: len(positions)]
+        visible = positions >= (0 if window is None else n_tokens - window)
+        return context[visible.numpy()], positions[visible]
 
     def _sample(self, batch: Sequence[Scheduled]) -> dict[str, int]:
         """The same on all ranks that hold a part. Copies count once; a copy that differs changes the token as well."""
@@ -125,29 +128,28 @@ class ContentAddressed:
         return {s.id: int(token) for s, token in zip(batch, tokens, strict=True)}
 
     def _read(self, s: Scheduled) -> int:
-        """A hash of every byte of the context that is here, each by its place in all of it."""
+        """A hash of every byte that is seen here, each by its place among all."""
         portion, spec = self._portion, self._spec
-        positions: U64 = held(portion.tokens, s.start + s.n).numpy().astype(np.uint64)
         heads = np.arange(portion.kv.first, portion.kv.first + portion.kv.count, dtype=np.uint64)
-        rows: U64 = positions[:, None] * np.uint64(spec.cache_heads) + heads
         columns: U64 = np.arange(spec.channels, dtype=np.uint64)
-        places: U64 = rows[..., None] * np.uint64(spec.channels) + columns
         total = 0
         for layer in range(portion.n_layers):
-            context = self._context(s, layer, len(positions))
+            context, positions = self._context(s, layer)
+            rows: U64 = positions.numpy().astype(np.uint64)[:, None] * np.uint64(spec.cache_heads) + heads
+            places: U64 = rows[..., None] * np.uint64(spec.channels) + columns
             there: U64 = places + np.uint64(portion.first_layer + layer << 32)
             total += int(_mix(context ^ _mix(there)).sum(dtype=np.uint64))
         return total & _MASK
 
     def first_wrong(self, s: Scheduled, tokens: Sequence[int]) -> tuple[int, int, int] | None:
-        """(layer, block id, position) of the first row here of ``s``'s context that is not what ``tokens`` say."""
-        positions = held(self._portion.tokens, len(tokens))
+        """(layer, block id, position) of the first row that ``s`` sees here and that is not what ``tokens`` say."""
         hashes = prefix_hashes(tokens)
-        expected = [hashes[position] for position in positions.tolist()]
         for layer in range(self._portion.n_layers):
-            differs = self._context(s, layer, len(expected)) != self._rows(expected, layer)
-            bad = np.flatnonzero(differs.any(axis=(1, 2)))
+            context, positions = self._context(s, layer)
+            expected = self._rows([hashes[position] for position in positions.tolist()], layer)
+            bad = np.flatnonzero((context != expected).any(axis=(1, 2)))
             if bad.size:
-                row = int(bad[0])
-                return self._portion.first_layer + layer, s.blocks[row // self._size], int(positions[row])
+                position = int(positions[int(bad[0])])
+                index = position // (self._size * self._portion.tokens.dcp)
+                return self._portion.first_layer + layer, s.tables[self._portion.groups[layer]][index], position
         return None

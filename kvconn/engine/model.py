@@ -25,11 +25,10 @@ from typing import NamedTuple, Protocol
 import torch
 
 from kvconn.engine.attention import Context, attend, make_attention, merge, norm, piece
-from kvconn.engine.config import EngineConfig
-from kvconn.engine.portion import Portion, held, holds, slots, split
+from kvconn.engine.config import EngineConfig, cache_groups
+from kvconn.engine.portion import Portion, holds, seen, slots, split
 from kvconn.engine.ranks import Ranks, gather_rows
 from kvconn.engine.scheduler import Scheduled
-from kvconn.geometry import blocks_for
 
 __all__ = ["Model", "Transformer", "empty_caches", "make_model"]
 
@@ -96,7 +95,8 @@ class _Lane:
     here: slice
     all_positions: torch.Tensor
     x: torch.Tensor
-    slots: _Slots
+    #: by cache group
+    slots: list[_Slots]
 
     @property
     def positions(self) -> torch.Tensor:
@@ -113,6 +113,7 @@ class Transformer:
         self._portion = Portion.of(config.model, config.parallel, ranks.rank)
         self.min_margin = math.inf
         self.caches = empty_caches(config, self._portion)
+        self._groups = cache_groups(config.model)
         self._attention = make_attention(config.model, self._portion)
         self._init_weights()
 
@@ -174,9 +175,10 @@ class Transformer:
         positions = [p for s in batch for p in range(s.start, s.start + s.n)]
         tokens = torch.tensor([t for part in parts for t in part.tokens], dtype=torch.long)
         everywhere = torch.tensor(positions, dtype=torch.long)
-        return _Lane(_whole(batch), parts, counts, here, everywhere, self._embed[tokens], self._slots(batch))
+        slots_of = [self._slots(batch, group) for group in range(len(self._groups))]
+        return _Lane(_whole(batch), parts, counts, here, everywhere, self._embed[tokens], slots_of)
 
-    def _slots(self, batch: Sequence[Scheduled]) -> _Slots:
+    def _slots(self, batch: Sequence[Scheduled], group: int) -> _Slots:
         none = torch.empty(0, dtype=torch.long)
         kept, blocks, rows = [none], [none], [none]
         tokens, cursor = self._portion.tokens, 0
@@ -185,7 +187,7 @@ class Transformer:
             here = holds(tokens, positions).nonzero().flatten()
             index, row = slots(tokens, positions[here], self._size)
             kept.append(here + cursor)
-            blocks.append(torch.tensor(s.blocks, dtype=torch.long)[index])
+            blocks.append(torch.tensor(s.tables[group], dtype=torch.long)[index])
             rows.append(row)
             cursor += s.n
         return _Slots(torch.cat(kept), torch.cat(blocks), torch.cat(rows))
@@ -196,7 +198,8 @@ class Transformer:
         tp, attention = self._ranks.tp, self._attention
         normed = norm(lane.x)
         rows = self._all(lane, attention.rows(normed, weights, lane.positions))
-        self.caches[index][lane.slots.blocks, :, lane.slots.rows] = rows[lane.slots.kept]
+        slots = lane.slots[self._portion.groups[index]]
+        self.caches[index][slots.blocks, :, slots.rows] = rows[slots.kept]
         if not lane.parts and self._ranks.shards.size == 1:
             return lane.x
         queries = attention.queries(normed, weights, lane.positions)
@@ -208,19 +211,22 @@ class Transformer:
         return rows if lane.counts is None else gather_rows(self._ranks.pcp, rows, lane.counts)
 
     def _attend(self, index: int, lane: _Lane, queries: torch.Tensor) -> torch.Tensor:
-        shards = self._ranks.shards
+        shards, window = self._ranks.shards, self._portion.windows[index]
         if shards.size == 1:
-            return attend(self._attention, queries, lane.positions, self._contexts(index, lane.parts))[0]
+            return attend(self._attention, queries, lane.positions, self._contexts(index, lane.parts), window)[0]
         over_heads = self._ranks.pcp.size == 1  # the group shares heads; else it shares prefill tokens
         queries = torch.cat(shards.gather(queries), dim=2) if over_heads else self._all(lane, queries)
-        answers, weights = attend(self._attention, queries, lane.all_positions, self._contexts(index, lane.whole))
+        contexts = self._contexts(index, lane.whole)
+        answers, weights = attend(self._attention, queries, lane.all_positions, contexts, window)
         merged = merge(shards.gather(answers), shards.gather(weights))
         return merged.chunk(shards.size, dim=2)[shards.rank] if over_heads else merged[lane.here]
 
     def _contexts(self, layer: int, parts: Sequence[_Part]) -> Iterator[Context]:
+        portion = self._portion
+        group, window = portion.groups[layer], portion.windows[layer]
         for part in parts:
-            here = held(self._portion.tokens, part.first + part.n)
-            blocks = list(part.scheduled.blocks[: blocks_for(len(here), self._size)])
+            table, n_tokens = part.scheduled.tables[group], part.first + part.n
+            blocks, here = seen(portion.tokens, table, n_tokens, window, part.n, self._size)
             yield part.n, self.caches[layer][blocks].transpose(1, 2).flatten(0, 1)[: len(here)], here
 
     def _sample(self, batch: Sequence[Scheduled], lanes: tuple[_Lane, _Lane]) -> dict[str, int]:

@@ -10,14 +10,16 @@ Rules
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 import torch
 
 from kvconn.config import ParallelConfig
 from kvconn.engine.config import ModelSpec, share_of_rank
-from kvconn.geometry import HeadShare, TokenShare, coordinates, is_replicated
+from kvconn.geometry import HeadShare, TokenShare, blocks_for, coordinates, is_replicated
 
-__all__ = ["Members", "Portion", "held", "holds", "slots", "split"]
+__all__ = ["Members", "Portion", "held", "holds", "seen", "slots", "split"]
 
 
 def split(n: int, parts: int) -> list[int]:
@@ -37,10 +39,19 @@ def slots(share: TokenShare, positions: torch.Tensor, block_size: int) -> tuple[
     return local // block_size, local % block_size
 
 
-def held(share: TokenShare, n_tokens: int) -> torch.Tensor:
-    """All positions below ``n_tokens`` of the share, in the order in which they lie in the blocks."""
-    every = torch.arange(n_tokens)
+def held(share: TokenShare, n_tokens: int, first: int = 0) -> torch.Tensor:
+    """All positions from ``first`` up to ``n_tokens`` of the share, in the order in which they lie in the blocks."""
+    every = torch.arange(first, n_tokens)
     return every[holds(share, every)]
+
+
+def seen(
+    share: TokenShare, table: Sequence[int], n_tokens: int, window: int | None, n_new: int, block_size: int
+) -> tuple[list[int], torch.Tensor]:
+    """Blocks with what the last ``n_new`` of ``n_tokens`` tokens can see, and the positions of the share in them."""
+    size = block_size * share.dcp
+    first = 0 if window is None else max(0, n_tokens - n_new + 1 - window) // size
+    return list(table[first : blocks_for(n_tokens, size)]), held(share, n_tokens, first * size)
 
 
 class Portion(msgspec.Struct, frozen=True):
@@ -54,6 +65,9 @@ class Portion(msgspec.Struct, frozen=True):
     n_heads: int
     kv: HeadShare
     tokens: TokenShare
+    #: by layer of this rank: its cache group, and how far it sees, in tokens; None: to the beginning
+    groups: tuple[int, ...]
+    windows: tuple[int | None, ...]
 
     @classmethod
     def of(cls, model: ModelSpec, parallel: ParallelConfig, rank: int) -> Portion:
@@ -63,15 +77,19 @@ class Portion(msgspec.Struct, frozen=True):
         n_heads = model.n_heads // parallel.tp
         share = share_of_rank(model, parallel, rank)
         assert share is not None, "heads and ranks were checked"
+        first = sum(layers[: where.pp])
+        groups = tuple(layer % 2 if model.window else 0 for layer in range(first, first + layers[where.pp]))
         return cls(
             first_stage=where.pp == 0,
             last_stage=where.pp == parallel.pp - 1,
-            first_layer=sum(layers[: where.pp]),
+            first_layer=first,
             n_layers=layers[where.pp],
             first_head=where.tp * n_heads,
             n_heads=n_heads,
             kv=share.heads,
             tokens=share.tokens,
+            groups=groups,
+            windows=tuple(model.window if group else None for group in groups),
         )
 
     @property

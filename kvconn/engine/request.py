@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from kvconn.base import FinishReason, RequestView
+from kvconn.base import BlockIds, FinishReason, RequestView
 from kvconn.engine.blocks import block_hashes
 
 __all__ = ["EngineRequest", "Finished", "FirstToken", "Request", "Status"]
@@ -56,22 +56,32 @@ class Status(enum.Enum):
 
 
 class Request:
-    """One request. ``n_computed`` tokens of it have KV in ``blocks``."""
+    """One request. ``n_computed`` tokens of it have KV in ``tables``, one per cache group."""
 
-    def __init__(self, submitted: EngineRequest, block_size: int) -> None:
+    def __init__(self, submitted: EngineRequest, block_size: int, n_groups: int = 1) -> None:
         self.id = submitted.id
         self.max_tokens = submitted.max_tokens
         self.params = submitted.kv_transfer_params
         self.tokens: list[int] = list(submitted.prompt_tokens)
         self.n_prompt = len(self.tokens)
         self.n_computed = 0
-        self.blocks: list[int] = []
+        #: block ids (:mod:`kvconn.engine.tables`)
+        self.tables: list[list[int]] = [[] for _ in range(n_groups)]
         self.status = Status.WAITING
         self.n_cached = 0
         #: tokens of this admission that the connector fills
         self.n_external = 0
         self._block_size = block_size
         self._hashes: list[bytes] = []
+
+    @property
+    def blocks(self) -> list[int]:
+        """Its blocks in the full group."""
+        return self.tables[0]
+
+    def block_ids(self) -> BlockIds:
+        """The tables as they are now."""
+        return tuple(map(tuple, self.tables))
 
     @property
     def n_total(self) -> int:

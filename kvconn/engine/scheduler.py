@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Mapping
 import msgspec
 
 from kvconn.base import (
+    BlockIds,
     Direction,
     FinishReason,
     KVBlocks,
@@ -27,10 +28,9 @@ from kvconn.base import (
     StepRequest,
     StepView,
 )
-from kvconn.engine.blocks import BlockPool
-from kvconn.engine.config import EngineConfig
+from kvconn.engine.config import EngineConfig, cache_groups
 from kvconn.engine.request import EngineRequest, Finished, FirstToken, Request, Status
-from kvconn.geometry import blocks_for
+from kvconn.engine.tables import Tables
 
 __all__ = ["Scheduled", "Scheduler", "Step"]
 
@@ -41,7 +41,7 @@ class Scheduled(msgspec.Struct, frozen=True):
     """One request's share of a step, for the workers: compute ``n`` tokens from ``start``.
 
     ``tokens`` are those from position ``token_start`` up to ``start + n``. ``sample``: the last one gives a new token.
-    ``decode``: a single token after the first output; computed on every rank.
+    ``decode``: a single token after the first output; computed on every rank. ``tables``: blocks by cache group.
     """
 
     id: str
@@ -49,9 +49,14 @@ class Scheduled(msgspec.Struct, frozen=True):
     n: int
     token_start: int
     tokens: tuple[int, ...]
-    blocks: tuple[int, ...]
+    tables: BlockIds
     sample: bool
     decode: bool
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """Those of the full group."""
+        return self.tables[0]
 
 
 class Step(msgspec.Struct, frozen=True):
@@ -73,7 +78,7 @@ class Scheduler:
         self._connector = connector
         self._expect = expect
         self._recompute = policy == "recompute"
-        self.pool = BlockPool(config.num_blocks)
+        self.tables = Tables(config.num_blocks, config.block_tokens, cache_groups(config.model))
         self.requests: dict[str, Request] = {}
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
@@ -99,7 +104,7 @@ class Scheduler:
         if submitted.id in self.requests:
             self._refuse(submitted, f"id {submitted.id} is in use", now)
             return
-        request = Request(submitted, self._config.block_tokens)
+        request = Request(submitted, self._config.block_tokens, len(self.tables.groups))
         if self._draining:
             self._refuse(submitted, "the engine was told to end; ask another one", now)
             self._never_admitted(request)
@@ -124,7 +129,7 @@ class Scheduler:
         """Whoever holds KV for a request that will not run must hear of it, not wait for a lease's end."""
         if self._connector is not None:
             self._connector.on_new_request(request.view())
-            self._connector.request_finished(request.view(), ((),), FinishReason.ERROR)
+            self._connector.request_finished(request.view(), request.block_ids(), FinishReason.ERROR)
             self._finished.append(request.id)
 
     def abort(self, id: str, now: float) -> None:
@@ -164,9 +169,9 @@ class Scheduler:
             if request.status is not Status.RUNNING or budget == 0:
                 continue
             n = min(request.n_total - request.n_computed, budget)
-            new = self._grow(request, request.n_computed + n)
+            new = self.tables.grow(request, request.n_computed + n)
             while new is None and (self._reclaim(request) or self._preempt_last(request)):
-                new = self._grow(request, request.n_computed + n)
+                new = self.tables.grow(request, request.n_computed + n)
             if new is None:
                 continue
             budget -= n
@@ -191,7 +196,7 @@ class Scheduler:
                     self.waiting.popleft()
                     continue
             n = min(request.n_total - request.n_computed, budget)
-            new = self._grow(request, request.n_computed + n)
+            new = self.tables.grow(request, request.n_computed + n)
             if new is None:
                 if fresh:
                     self._unadmit(request)
@@ -207,26 +212,22 @@ class Scheduler:
             request.status = Status.RUNNING
             self.running.append(request)
             budget -= n
-            self._choose(request, n, request.blocks, chosen, shares, 0)
+            self._choose(request, n, request.block_ids(), chosen, shares, 0)
         self.waiting.extendleft(reversed(later))
 
     def _admit(self, request: Request, now: float) -> bool | None:
         """Prefix hits and external tokens. None: not yet; False: no room; True: blocks for what is there are taken."""
         size = self._config.block_tokens
-        hits = self.pool.find(request.hashes()[: (request.n_total - 1) // size])
-        external, asynchronous = self._match(request, len(hits) * size)
+        hits = self.tables.hits(request)
+        n_cached = len(hits[0])
+        external, asynchronous = self._match(request, n_cached * size)
         if external is None:
             return None
         # enough for at least the first chunk, or for everything that is loaded
-        need = blocks_for(len(hits) * size + external, size) - len(hits)
-        if need + self.pool.free_among(hits) > self.pool.num_free:
+        if not self.tables.admit(request, hits, n_cached * size + external):
             return False
-        self.pool.take(hits)
-        fresh = self.pool.allocate(need)
-        assert fresh is not None, "free blocks were counted above"
-        request.blocks = hits + fresh
-        request.n_computed = len(hits) * size
-        request.n_cached = len(hits)
+        request.n_computed = n_cached * size
+        request.n_cached = n_cached
         request.n_external = external
         if external and asynchronous:
             self._admission_stands(request)
@@ -252,13 +253,13 @@ class Scheduler:
 
     def _tell_allocated(self, request: Request, external: int) -> None:
         if self._connector is not None:
-            blocks = KVBlocks((tuple(request.blocks),), (request.n_cached,))
+            blocks = KVBlocks(request.block_ids(), (request.n_cached,) * len(request.tables))
             self._connector.update_state_after_alloc(request.view(), blocks, external)
 
     def _unadmit(self, request: Request) -> None:
         """Back to before :meth:`_admit`: no blocks, nothing computed."""
-        self.pool.give_back(request.blocks)
-        request.blocks, request.n_computed, request.n_cached, request.n_external = [], 0, 0, 0
+        self.tables.give_back(request)
+        request.n_computed, request.n_cached, request.n_external = 0, 0, 0
 
     def _reclaim(self, asking: Request) -> bool:
         """Waiting requests whose KV came hold what ``asking`` needs: take the last one's. False if others will free."""
@@ -269,13 +270,6 @@ class Scheduler:
             self._unadmit(victim)
             self._preempted.append(victim.id)
         return victim is not None
-
-    def _grow(self, request: Request, n_tokens: int) -> list[int] | None:
-        """Blocks for ``n_tokens`` tokens; the new ones, or None when there are too few."""
-        new = self.pool.allocate(max(0, blocks_for(n_tokens, self._config.block_tokens) - len(request.blocks)))
-        if new is not None:
-            request.blocks += new
-        return new
 
     def _preempt_last(self, asking: Request) -> bool:
         """Preempt the last comer. False when that is the one who asks: it was preempted itself."""
@@ -290,7 +284,7 @@ class Scheduler:
         self,
         request: Request,
         n: int,
-        new: list[int],
+        new: BlockIds,
         chosen: list[Scheduled],
         shares: list[StepRequest],
         token_start: int,
@@ -305,12 +299,12 @@ class Scheduler:
                 n=n,
                 token_start=token_start,
                 tokens=tuple(request.tokens[token_start : start + n]),
-                blocks=tuple(request.blocks),
+                tables=request.block_ids(),
                 sample=start + n == request.n_total,
                 decode=n == 1 and start >= request.n_prompt,
             )
         )
-        shares.append(StepRequest(request.id, start, n, (tuple(new),)))
+        shares.append(StepRequest(request.id, start, n, new))
 
     # -- what came of it -----------------------------------------------------------------------------------------
 
@@ -342,8 +336,7 @@ class Scheduler:
 
     def _cache_full_blocks(self, request: Request) -> None:
         full = request.n_computed // self._config.block_tokens
-        for index in range(request.n_cached, full):
-            self.pool.cache(request.blocks[index], request.hashes()[index])
+        self.tables.cache(request, request.n_cached, full)
         request.n_cached = max(request.n_cached, full)
 
     def _finish(self, request: Request, reason: FinishReason, now: float, error: str | None = None) -> None:
@@ -356,7 +349,7 @@ class Scheduler:
         request.status = Status.FINISHED
         delay, params = False, None
         if self._connector is not None:
-            delay, params = self._connector.request_finished(request.view(), (tuple(request.blocks),), reason)
+            delay, params = self._connector.request_finished(request.view(), request.block_ids(), reason)
         self._finished.append(request.id)
         self._events.append(
             Finished(
@@ -377,8 +370,7 @@ class Scheduler:
 
     def _free(self, request: Request) -> None:
         self.delayed.pop(request.id, None)
-        self.pool.give_back(request.blocks)
-        request.blocks = []
+        self.tables.give_back(request)
         del self.requests[request.id]
 
     def _received(self, ids: Iterable[str], failed: set[str], reasons: Mapping[str, str], now: float) -> None:
@@ -421,5 +413,5 @@ class Scheduler:
     def __repr__(self) -> str:
         return (
             f"Scheduler(running={len(self.running)} waiting={len(self.waiting)} parked={len(self.parked)} "
-            f"delayed={len(self.delayed)} {self.pool!r})"
+            f"delayed={len(self.delayed)} {self.tables!r})"
         )

@@ -28,7 +28,7 @@ import torch
 
 from kvconn.base import ConnectorMetadata, ConnectorRole, KVConnector, KVConnectorOutput, LayerView
 from kvconn.config import ConnectorConfig, KVTransferConfig
-from kvconn.engine.config import EngineConfig, kv_cache_view, layer_names, model_view
+from kvconn.engine.config import EngineConfig, cache_groups, kv_cache_view, layer_names, model_view
 from kvconn.engine.content import ContentAddressed
 from kvconn.engine.model import Model, make_model
 from kvconn.engine.portion import Portion
@@ -60,7 +60,8 @@ class Worker:
         torch.set_num_threads(1)
         self._ranks = connect(config.parallel, rank, config.store, config.step_timeout)
         self._model: Model = make_model(config, self._ranks)
-        portion = Portion.of(config.model, config.parallel, rank)
+        portion = self._portion = Portion.of(config.model, config.parallel, rank)
+        self._groups = cache_groups(config.model)
         self._names = layer_names(config.model)[portion.first_layer : portion.first_layer + portion.n_layers]
         self._connector: KVConnector | None = None
         self._explains: ExplainServer | None = None
@@ -75,9 +76,9 @@ class Worker:
 
     def _register(self) -> None:
         layers = {}
-        for name, cache in zip(self._names, self._model.caches, strict=True):
-            length = cache[0].nbytes
-            layers[name] = LayerView(name, cache.data_ptr(), length, length, len(cache))
+        for name, cache, group in zip(self._names, self._model.caches, self._portion.groups, strict=True):
+            length, kind = cache[0].nbytes, self._groups[group].kind
+            layers[name] = LayerView(name, cache.data_ptr(), length, length, len(cache), group, kind)
         if self._connector is not None:
             self._connector.register_kv_caches(layers)
 

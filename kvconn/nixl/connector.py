@@ -29,10 +29,12 @@ from kvconn.base import (
 )
 from kvconn.config import ConnectorConfig, NixlSettings, parse_extra
 from kvconn.errors import ConfigError
-from kvconn.geometry import RankRole
+from kvconn.geometry import RankRole, Share, is_replicated
 from kvconn.ledger import filter_output
 from kvconn.metrics import Stats
+from kvconn.nixl.handshake import side_of
 from kvconn.nixl.metadata import NixlHandshake, NixlMetadata
+from kvconn.nixl.routes import MAX_PP, MAX_TP
 from kvconn.nixl.scheduler import NixlScheduler
 from kvconn.nixl.wire import WireCodec
 from kvconn.nixl.worker import NixlWorker
@@ -170,14 +172,19 @@ class NixlConnector(KVConnector):
 
 
 def _check_topology(config: ConnectorConfig) -> None:
-    """Refuse, all at once and by name, what the plan does not cover yet."""
-    parallel, role = config.parallel, config.kv_transfer.kv_role
+    """Refuse, all at once and by name, what no plan covers."""
+    parallel, role, side = config.parallel, config.kv_transfer.kv_role, side_of(config)
     problems = [
-        f"parallel.{name}: this version transfers at {name} 1, got {size}"
-        for name, size in (("pp", parallel.pp), ("dcp", parallel.dcp))
-        if size != 1
+        f"parallel.{name}: at most {most} ranks transfer, got {size}"
+        for name, size, most in (("tp", side.tp, MAX_TP), ("pp", side.pp, MAX_PP))
+        if size > most
     ]
-    if parallel.pcp > 1 and role != "kv_producer":
+    if Share.of(side, 0) is None:
+        problems.append(
+            f"parallel: expected {side.kv_heads} KV heads and {side.tp} ranks of a stage that divide one another and "
+            f"a dcp that divides the ranks per head, got tp {parallel.tp} pcp {parallel.pcp} dcp {parallel.dcp}"
+        )
+    if is_replicated(parallel) and role != "kv_producer":
         problems.append(f"kv_role: with replicated PCP {parallel.pcp} only kv_producer works, got {role}")
     if problems:
         raise ConfigError(problems)

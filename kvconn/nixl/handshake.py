@@ -22,10 +22,11 @@ from kvconn.geometry import Place, RankCache, Region, Side
 from kvconn.nixl.fence import FenceWords
 from kvconn.nixl.metadata import NixlHandshake
 from kvconn.nixl.plan import Incompatible, Plan, Route, make_plan, missing, routes
+from kvconn.nixl.strips import layout_name
 from kvconn.nixl.wire import AgentMetadata, KvconnAgent, WireCodec
 from kvconn.params import PeerKey, peer_name
 
-__all__ = ["FIRST", "MIN_KEY", "Greeting", "Offer", "Ours", "describe", "side_of"]
+__all__ = ["FIRST", "MIN_KEY", "Greeting", "Offer", "Ours", "describe", "rank_cache", "side_of"]
 
 #: bytes of a seal key
 MIN_KEY = 16
@@ -39,6 +40,12 @@ def side_of(config: ConnectorConfig) -> Side:
     return Side.of(config.parallel, heads)
 
 
+def rank_cache(config: ConnectorConfig, cache: KVCacheView, regions: Sequence[Region]) -> RankCache:
+    """What lies on one rank. A block id stands for a block on each of the DCP ranks."""
+    alone = msgspec.structs.replace(cache, block_size=cache.block_size // config.parallel.dcp)
+    return RankCache.of(regions, alone, config.model.dtype)
+
+
 def describe(
     config: ConnectorConfig,
     cache: KVCacheView,
@@ -49,7 +56,8 @@ def describe(
 ) -> NixlHandshake:
     """What readers need of this rank."""
     side = side_of(config)
-    kernel = RankCache.of(regions, cache).kernel_blocks
+    own = rank_cache(config, cache, regions)
+    kernel = own.kernel_blocks
     cells = [r.cells for r in regions] if any(r.cells is not None for r in regions) else None
     metadata = AgentMetadata(
         engine_id=config.engine_id,
@@ -59,8 +67,8 @@ def describe(
         num_blocks=cache.num_blocks * kernel,
         block_lens=[r.length for r in regions],
         block_strides=[r.stride for r in regions],
-        kv_cache_layout="LBHNC",
-        block_size=cache.block_size // kernel,
+        kv_cache_layout=layout_name(regions),
+        block_size=own.block_size // kernel,
         physical_blocks_per_logical_kv_block=kernel,
         region_num_blocks=[r.count for r in regions],
         region_group_ids=[r.group for r in regions],

@@ -113,7 +113,7 @@ def _attention(lane: Lane, mine: Ints, theirs: Ints, field: str, hit: int, token
     index = (within + hit * per_block) * lane.unit  # of a unit's first token among this rank's
     first, last = _prompt(lane.ours, index), _prompt(lane.ours, index + lane.unit - 1)
     other = index if lane.ours.share == lane.theirs.share else _index(lane.theirs, first)
-    start = max(0, tokens - lane.window + 1) if lane.window is not None else 0
+    start = max(0, tokens - lane.window) if lane.window is not None else 0  # the last one may be computed again
     wanted = (np.repeat(mine, per_block) >= 0) & (first < tokens) & (other >= 0)
     skipped = blocks_for(held, lane.theirs.prompt) - len(theirs) if lane.window is not None else 0
     unit = other // lane.unit - max(0, skipped) * (lane.theirs.logical // lane.unit)

@@ -47,6 +47,8 @@ __all__ = [
 #: tokens of a block, and blocks of a kernel in a logical one: bounds for a peer's numbers
 MAX_BLOCK_SIZE: Final = 1 << 16
 MAX_KERNEL_BLOCKS: Final = 1 << 12
+#: regions of one layer: K and V, or the tensors of its state
+MAX_TENSORS: Final = 8
 #: kv_cache_layout without cells: are tokens before heads in a block?
 LAYOUTS: Final = {"LBHNC": False, "BLHNC": False, "LBNHC": True, "BLNHC": True}
 
@@ -153,6 +155,10 @@ def make_plan(ours: RankCache, theirs: AgentMetadata, route: Route = WHOLE) -> P
             found = pair.planned()
             if isinstance(found, Incompatible):
                 return found
+            if pair.mask & ~lack:
+                return Incompatible(
+                    f"layer {region.name}", "once", "twice", "two regions of theirs have the same of it"
+                )
             for lane, bases in found:
                 lanes.setdefault(lane, []).extend(bases)
             permutes += pair.permutes
@@ -212,6 +218,11 @@ def _by_layer(ours: RankCache, theirs: AgentMetadata) -> dict[str, list[int]] | 
     named: dict[str, list[int]] = {}
     for index, name in enumerate(names):
         named.setdefault(name, []).append(index)
+    for name, indices in named.items():
+        if len(indices) > MAX_TENSORS:
+            return Incompatible(
+                f"tensors of {name}", f"at most {MAX_TENSORS}", str(len(indices)), "K and V, or a state's"
+            )
     return named
 
 
@@ -293,7 +304,7 @@ class _Pair:
         if length != self.region.length:
             hint = "dtype or state sizes differ"
             return Incompatible(f"state of {self.region.name}", f"{self.region.length} B", f"{length} B", hint)
-        self.mask = -1
+        self.mask = (1 << 2 * self.route.ours.heads.count) - 1
         strip = Strip(1, length, length, length, ((0, 0),))
         self.slots, self.others = Slots(1), Slots(1)
         base = self.theirs.kv_caches_base_addr[self.index]

@@ -32,8 +32,10 @@ from kvconn.nixl.checks import Checks, Verdict
 from kvconn.nixl.contacts import Contacts
 from kvconn.nixl.fence import WORD, Fence, FenceWords, seal_fits
 from kvconn.nixl.metadata import LoadSpec
-from kvconn.nixl.pairing import Read, reads
+from kvconn.nixl.pairing import NO_BLOCK, Ints, Read, permuted, reads
 from kvconn.nixl.peers import Peer, Source
+from kvconn.nixl.permute import put_in_order
+from kvconn.nixl.plan import Permute
 from kvconn.nixl.transfers import Reads
 from kvconn.params import RemoteRef, peer_name
 from kvconn.transport.base import HandleState, Transport
@@ -82,6 +84,8 @@ class Reader:
         self._pending: list[LoadSpec] = []
         self._refs: dict[str, RemoteRef] = {}
         self._posted: dict[int, _Posted] = {}
+        #: blocks to be put in order when all of a load has come
+        self._orders: dict[str, list[tuple[Permute, Ints]]] = {}
         #: fences of others that we check, and where their words are read to
         self._checks = Checks(SCRATCH)
         self._scratch: FenceWords | None = None
@@ -108,7 +112,7 @@ class Reader:
         loads, self._pending = self._pending, []
         for load in loads:
             peer = load.ref.peer if load.ref is not None else None
-            blocks = sum(map(len, load.local))
+            blocks = sum(block != NO_BLOCK for group in load.local for block in group)
             self._reads.begin(load.id, load.n, peer, now + self._settings.kvconn.read, blocks, now)
             if load.ref is None or peer is None:
                 self._fail(load.id, load.refused or "no reference", now)
@@ -129,6 +133,9 @@ class Reader:
         except RequestError as err:
             self._fail(load.id, str(err), now)
             return
+        orders = permuted([source.plan for source, read in planned if read], load.local)
+        if orders:
+            self._orders[load.id] = orders
         for source, read in planned:
             for one in read:
                 if not self._post_one(transport, load.id, peer, source, one, now):
@@ -342,6 +349,10 @@ class Reader:
         failed: set[str] = set()
         for over in self._reads.settle():
             self._checks.end(over.id)
+            orders = self._orders.pop(over.id, [])
+            if over.failed is None:
+                for permute, blocks in orders:
+                    put_in_order(permute, blocks)
             ref = self._refs.pop(over.id, None)
             if ref is not None:
                 self._contacts.tell_done(self._contacts.get(ref.peer), ref.transfer_id)

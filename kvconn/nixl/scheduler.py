@@ -25,12 +25,13 @@ import msgspec
 from kvconn.base import BlockIds, Fact, FinishReason, KVBlocks, KVCacheView, RequestView, StepView
 from kvconn.config import ConnectorConfig, NixlSettings
 from kvconn.errors import RequestError
-from kvconn.geometry import blocks_for
 from kvconn.ledger import CompletionGate, CompletionLedger, Emit
 from kvconn.metrics import Meter
+from kvconn.nixl.blocks import blocks_held, blocks_to_fill
 from kvconn.nixl.fence import Fence, FenceSlots, check_signature, fresh_key, prompt_digest, seal, sign
 from kvconn.nixl.handshake import side_of
 from kvconn.nixl.metadata import LoadSpec, NixlHandshake, NixlStep, SendSpec
+from kvconn.nixl.pairing import NO_BLOCK
 from kvconn.nixl.sidechannel import HandshakeServer
 from kvconn.nixl.wire import WireCodec
 from kvconn.params import (
@@ -162,8 +163,10 @@ class NixlScheduler:
         if incoming.ref is None:
             return LoadSpec(view.id, n, None, refused=incoming.refused)
         size = self._cache.block_size
+        tokens = max(blocks.hashed) * size + n_external
         filled = tuple(
-            ids[hit : hit + blocks_for(n_external, size)] for ids, hit in zip(blocks.ids, blocks.hashed, strict=True)
+            blocks_to_fill(group, ids, hit, tokens, size)
+            for group, ids, hit in zip(self._cache.groups, blocks.ids, blocks.hashed, strict=True)
         )
         return LoadSpec(
             view.id,
@@ -171,7 +174,7 @@ class NixlScheduler:
             incoming.ref,
             filled,
             blocks.hashed,
-            max(blocks.hashed) * size + n_external,
+            tokens,
             waited=now - incoming.arrived,
             prompt=prompt_digest(view, incoming.ref.num_tokens),
             beating=incoming.beating,
@@ -190,8 +193,10 @@ class NixlScheduler:
             return False, None
         self._to_hold.discard(view.id)
         n_tokens = view.n_total - 1  # the last sampled token has no KV
-        held = tuple(ids[: blocks_for(n_tokens, self._cache.block_size)] for ids in blocks)
-        complete = reason in (FinishReason.STOP, FinishReason.LENGTH) and n_tokens > 0 and any(held)
+        size = self._cache.block_size
+        held = tuple(blocks_held(g, ids, n_tokens, size) for g, ids in zip(self._cache.groups, blocks, strict=True))
+        whole = any(held) and all(block != NO_BLOCK for ids in held for block in ids)
+        complete = reason in (FinishReason.STOP, FinishReason.LENGTH) and n_tokens > 0 and whole
         fence, readers = self._fences.get(view.id), self._readers(view)
         open_already = self.ledger.get(view.id, "send") is not None
         if fence is None or readers is None or self._server is None or not complete or open_already:

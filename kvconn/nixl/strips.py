@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterable
 from typing import Final
 
 import msgspec
 
 from kvconn.base import Cells
+from kvconn.geometry import Region
 
-__all__ = ["Strip", "cut", "halves", "joined", "landing", "plain"]
+__all__ = ["Strip", "cut", "halves", "joined", "landing", "layout_name", "plain", "unit_of"]
 
 
 class Strip(msgspec.Struct, frozen=True):
@@ -53,6 +55,21 @@ def joined(cells: Cells) -> Cells:
     if cells.parts == 1 or cells.part_stride != cells.size:
         return cells
     return msgspec.structs.replace(cells, size=cells.size * cells.parts, parts=1, part_stride=0)
+
+
+def layout_name(regions: Iterable[Region]) -> str:
+    """The ``kv_cache_layout`` of regions, for a peer that does not read cells. Where none says it: ``kvconn``, which
+    such a peer refuses."""
+    names = set()
+    for region in regions:
+        cells = joined(region.cells) if region.cells is not None else None
+        if cells is None or cells == plain(region.length, cells.heads, cells.tokens):
+            names.add("LBHNC")
+        elif cells == plain(region.length, cells.heads, cells.tokens, tokens_first=True):
+            names.add("LBNHC")
+        else:
+            names.add("kvconn")
+    return names.pop() if len(names) == 1 else "kvconn"
 
 
 def cut(parts: int, heads: int, unit: int, mine: Cells, theirs: Cells) -> Strip:
@@ -103,8 +120,6 @@ def landing(
         as_they_are = msgspec.structs.replace(mine, head_stride=row, token_stride=mine.size)
         return as_they_are, first * row, (mine.parts, mine.heads, mine.tokens, mine.size)
     if not tokens_first and theirs.head_stride == theirs.size and theirs.token_stride == heads * theirs.size:
-        if mine.heads % heads:
-            return None
         as_they_are = msgspec.structs.replace(mine, head_stride=mine.size, token_stride=heads * mine.size)
         return as_they_are, first * row, (mine.parts * mine.heads // heads, mine.tokens, heads, mine.size)
     return None

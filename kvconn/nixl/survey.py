@@ -56,7 +56,7 @@ def factors_of(shape: Shape) -> dict[str, str]:
     """What of the model must be equal, in the words of the side channel."""
     return {
         "kv dtype": shape.dtype,
-        "kv heads": str(shape.kv_heads),
+        "kv heads": str(shape.heads),
         "head size": str(shape.head_size),
         "layers": str(shape.layers),
         "packing": shape.packing,
@@ -76,7 +76,7 @@ def survey(ours: Shape, theirs: Peer, tokens: int) -> Survey:
     problems = [
         Incompatible(key, mine[key], theirs.factors[key], "the models differ, or their caches")
         for key in mine
-        if key in theirs.factors and theirs.factors[key] != mine[key]
+        if key in theirs.factors and theirs.factors[key].removeprefix("torch.") != mine[key]
     ]
     edges: list[Edge] = []
     for pp in range(ours.side.pp):

@@ -2,7 +2,7 @@
 
 Version history (``WIRE_VERSION`` is ours; the frames, the two-phase payload and the notification grammar are vLLM's
 NIXL connector's, whose version 14 these field names follow):
-  1  first version: factors beside the compatibility hash; fence and seal key.
+  1  first version: factors beside the compatibility hash; fence and seal key; an engine's sizes, dtype and cells.
 
 Rules
 1. Decoding is in two phases: compatibility first, then the agent's metadata, so that a mismatch is named and not

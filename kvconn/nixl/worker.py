@@ -24,12 +24,12 @@ from typing import Literal, cast
 from kvconn.base import Direction, Fact, FactState, KVCacheView, LayerView, Published, TransferResults, WorkerFacts
 from kvconn.config import ConnectorConfig, NixlSettings
 from kvconn.errors import ConfigError
-from kvconn.geometry import RankCache, RankRole, Region, place_of, regions_of, spans
+from kvconn.geometry import RankRole, Region, place_of, regions_of, spans
 from kvconn.metrics import Meter
 from kvconn.nixl.agent import Agent
 from kvconn.nixl.contacts import Contacts
 from kvconn.nixl.fence import FenceWords
-from kvconn.nixl.handshake import Ours, describe
+from kvconn.nixl.handshake import Ours, describe, rank_cache
 from kvconn.nixl.leases import Ended, SendLeases
 from kvconn.nixl.metadata import NixlHandshake, NixlStep, SendSpec
 from kvconn.nixl.peers import Peer
@@ -106,7 +106,7 @@ class NixlWorker:
             memory.append(self._reader.open().region())
         self._agent.open(memory)
         if self.role.reads:
-            cache = RankCache.of(self._regions, self._cache, self._config.model.dtype)
+            cache = rank_cache(self._config, self._cache, self._regions)
             enforce = self._settings.enforce_handshake_compat
             self._contacts.open(Ours(self._config, cache, self._place, self._codec, enforce))
 

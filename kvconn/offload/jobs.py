@@ -80,6 +80,11 @@ class JobTable(Generic[J]):
             self._running[number].vain = True
             return False
 
+    def settle(self, number: Number, seconds: float) -> None:
+        """Until it has ended, or not longer than that."""
+        with self._changed:
+            self._changed.wait_for(lambda: number not in self._waiting and number not in self._running, seconds)
+
     def expire(self, now: float) -> None:
         """Judge deadlines; call after results were taken (C11)."""
         with self._changed:

@@ -1,7 +1,8 @@
 """What the secondary tiers seem to have of a request's blocks: asked on threads, answered when known.
 
 Rules
-1. The engine's thread never touches a disk: it asks, and looks later whether there is an answer.
+1. The engine's thread never touches a disk: it asks, waits a moment (``LIMITS.lookup_inline``) for a disk that is
+   quick, and looks later whether there is an answer. Waiting for the next step would cost a request more than that.
 2. One question per request; it is bounded, has a deadline, and is forgotten with the request (C10).
 3. An answer is a hint. A key that could not be fetched is taken out of all answers.
 4. A tier that was too slow is not asked for a while: every request would wait for it in vain.
@@ -56,6 +57,7 @@ class Lookups:
         self._serial += 1
         number = self._open[id] = (self._serial, 0)
         self._table.add(number, _Question(id, tuple(keys)), deadline)
+        self._table.settle(number, LIMITS.lookup_inline)
 
     def answer(self, id: str, now: float) -> set[bytes] | None:
         """Keys that seem to be there; None: not known yet, or not asked."""

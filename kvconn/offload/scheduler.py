@@ -117,6 +117,8 @@ class OffloadScheduler:
         if found is None:
             # twice as long as the request waits: whoever waits in vain lets the disk rest
             self.lookups.ask(id, content.hashes[at:stop], now + 2 * self._limits.lookup)
+            found = self.lookups.answer(id, now)
+        if found is None:
             return True
         if key not in found or self.book.count("fetch") >= self._limits.fetches_max:
             return False

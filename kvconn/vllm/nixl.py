@@ -14,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from kvconn.base import ConnectorRole, KVCacheView, KVConnector
 from kvconn.config import ConnectorConfig
-from kvconn.errors import RequestError
+from kvconn.errors import ConfigError, RequestError
 from kvconn.metrics import Stats
 from kvconn.nixl.connector import NixlConnector as NeutralNixlConnector
 from kvconn.vllm.codec import VllmCodec
@@ -29,6 +29,10 @@ except ImportError:
     P2P = None
 
 __all__ = ["KvconnNixlConnector", "NixlConnector", "NixlPullConnector"]
+
+
+#: sizes of an engine that the halves know and that were not run in vLLM
+NOT_RUN = ("pp", "dcp")
 
 
 class KvconnNixlConnector(KvconnFacade):
@@ -55,6 +59,7 @@ class KvconnNixlConnector(KvconnFacade):
         return True
 
     def make(self, config: ConnectorConfig, role: ConnectorRole, kv_cache: KVCacheView) -> KVConnector:
+        _check_sizes(config)
         return NeutralNixlConnector(config, role, kv_cache, codec=self._codec)
 
     def to_vllm_stats(self, stats: Stats | None) -> KvconnNixlStats | None:
@@ -69,6 +74,14 @@ class KvconnNixlConnector(KvconnFacade):
         cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
     ) -> KvconnNixlProm:
         return KvconnNixlProm(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+def _check_sizes(config: ConnectorConfig) -> None:
+    """Raise ConfigError for every size above 1 that was not run in vLLM."""
+    sizes = {name: getattr(config.parallel, name) for name in NOT_RUN}
+    problems = [f"parallel.{name}: not run in vLLM, expected 1, got {size}" for name, size in sizes.items() if size > 1]
+    if problems:
+        raise ConfigError(problems)
 
 
 NixlConnector = NixlPullConnector = KvconnNixlConnector

@@ -72,6 +72,8 @@ def transfer_config(vllm_config: Any) -> KVTransferConfig:
     """The ``kv_transfer_config`` without what vLLM fills in itself. Raises ConfigError."""
     theirs = vllm_config.kv_transfer_config
     given = {name: getattr(theirs, name) for name in TRANSFER_FIELDS if getattr(theirs, name, None) is not None}
+    if given.get("enable_permute_local_kv"):
+        raise ConfigError("kv_transfer_config.enable_permute_local_kv: blocks are read as they lie; take it out")
     return parse_kv_transfer_config(given)
 
 

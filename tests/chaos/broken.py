@@ -14,4 +14,4 @@ class NoFenceNixlConnector(NixlConnector):
 
     def register_kv_caches(self, layers: Mapping[str, LayerView]) -> None:
         super().register_kv_caches(layers)
-        self.worker._checks.judge = lambda id, word: Verdict.HELD  # type: ignore[method-assign]
+        self.worker._reader._checks.judge = lambda id, word: Verdict.HELD  # type: ignore[method-assign]

@@ -14,6 +14,7 @@ from kvconn import __version__
 from kvconn.cli import job
 from kvconn.cli.app import app
 from kvconn.cli.job import Settings, plan
+from kvconn.config import ParallelConfig
 from kvconn.errors import ConfigError, EngineDeadError
 from tests.cli.fakes import Fleet, _Started
 
@@ -119,6 +120,9 @@ class TestExitCodes:
             (["demo", "--concurrency", 0], "--concurrency: expected at least 1"),
             (["demo", "--concurrency", 500], "the trace has only 96 requests"),
             (["demo", "--contract", "hidden-ranks", "--pcp", 1], "--pcp: hidden-ranks"),
+            (["demo", "--p-tp", 3], "engine P: parallel.tp: expected a size that 4 query heads"),
+            (["demo", "--d-dcp", 0], "Invalid value for '--d-dcp'"),
+            (["demo", "--window", 8], "--window: the sibling stores whole prompts, expected --offload off, got hold"),
             (["demo", "--stall-after", 0], "--stall-after: expected seconds > 0"),
             (["demo", "--stall-after", "nan"], "--stall-after: expected seconds > 0"),
             (["demo", "--mode", "magic"], "Invalid value"),
@@ -334,6 +338,22 @@ class TestPlan:
         assert nixl["kv_connector"] == "HiddenRanksNixlConnector"
         assert nixl["kv_connector_module_path"] == "kvconn.testing.contract"
         assert made.monolithic is None
+
+    def test_sizes_are_the_engines_and_p_has_eight_pcp_ranks_where_nothing_else_is_said(self):
+        made = plan(Settings(p_tp=2, p_pp=2, d_tp=4, d_pp=2, d_dcp=2))
+        assert made.prefill.parallel == ParallelConfig(tp=2, pp=2)
+        assert made.decode.parallel == ParallelConfig(tp=4, pp=2, dcp=2)
+        assert made.monolithic.parallel == ParallelConfig()
+        assert plan(Settings(pcp=2, p_dcp=2)).prefill.parallel == ParallelConfig(pcp=2, dcp=2)
+
+    def test_where_ranks_share_tokens_a_pool_has_as_many_tokens_and_fewer_blocks(self):
+        one, two = plan(Settings()), plan(Settings(pcp=2, p_dcp=2, d_tp=2, d_dcp=2))
+        for name in ("prefill", "decode"):
+            assert getattr(two, name).num_blocks < getattr(one, name).num_blocks * 0.6
+
+    def test_sizes_that_cannot_be_are_the_engines_to_refuse(self):
+        with pytest.raises(ConfigError, match=r"engine D: parallel.tp: expected a size that 4 query heads"):
+            plan(Settings(d_tp=3))
 
     def test_every_problem_comes_at_once(self):
         with pytest.raises(ConfigError) as caught:

@@ -54,6 +54,7 @@ def assert_sound(code: int, told: dict, total: int) -> None:
         ("--mode", "transformer", "--ucx-tls", "tcp"),
         ("--kv", "gqa"),
         ("--kv", "gqa", "--mode", "content-addressed"),
+        ("--kv", "gqa", "--mode", "content-addressed", "--pcp", "1", "--p-tp", "2", "--d-pp", "2"),
     ],
     ids=" ".join,
 )

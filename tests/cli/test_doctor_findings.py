@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from kvconn.doctor import agent, children, disk, gpu, host, pair, ports, run, settings, ucx
 from kvconn.doctor.children import Ending, complaint, explain, parse
 from kvconn.doctor.findings import Finding, Report, fail, ok, warn
+from kvconn.trust import read_key
 
 GIB = 1 << 30
 
@@ -354,6 +355,13 @@ class TestSettings:
     def test_not_fine(self, raw, said):
         found = worst(settings.judge(settings.gather(raw)))
         assert found.level == "fail" and said in found.title
+
+    def test_a_key_is_shown_by_its_fingerprint(self, tmp_path):
+        key = tmp_path / "fleet.key"
+        key.write_text("s" * 32)
+        key.chmod(0o600)
+        (found,) = settings.judge(settings.gather(multi(nixl({"key_file": str(key)}))))
+        assert found.title.endswith(f"; fleet key {read_key(str(key)).fingerprint}") and "sss" not in found.title
 
     def test_children_of_children_end_somewhere(self):
         raw = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}

@@ -88,9 +88,9 @@ class Bench:
     ``step`` takes what the workers are to have reported in it. ``now`` counts steps.
     """
 
-    def __init__(self, connector: KVConnector | None = None, policy: str = "fail", **sizes: int) -> None:
+    def __init__(self, connector: KVConnector | None = None, policy: str = "fail", **sizes: Any) -> None:
         sizes = {"num_blocks": 16, "block_size": 4, "max_num_batched_tokens": 64, "max_num_seqs": 8} | sizes
-        self.config = EngineConfig(name="bench", **sizes)  # type: ignore[arg-type]
+        self.config = EngineConfig(name="bench", **sizes)
         self.connector = connector
         self.expected: list[tuple[Direction, str]] = []
         self.scheduler = Scheduler(self.config, connector, self._expect, policy)
@@ -148,7 +148,7 @@ class Bench:
 
     @property
     def used(self) -> int:
-        return self.scheduler.pool.num_used
+        return self.scheduler.tables.num_used
 
 
 def unique_tokens(name: str, count: int) -> tuple[int, ...]:

@@ -195,9 +195,9 @@ class TestContentAddressed:
         model = ContentAddressed(config, solo())
         tokens = list(unique_tokens("a", 14))
         blocks = (7, 2, 9, 4)
-        prefill = Scheduled("a", 0, 13, 0, tuple(tokens[:13]), blocks, sample=False, decode=False)
+        prefill = Scheduled("a", 0, 13, 0, tuple(tokens[:13]), (blocks,), sample=False, decode=False)
         model.forward([prefill], ignore, ignore)
-        return model, Scheduled("a", 13, 1, 13, (tokens[13],), blocks, sample=True, decode=True), tokens
+        return model, Scheduled("a", 13, 1, 13, (tokens[13],), (blocks,), sample=True, decode=True), tokens
 
     def read(self, model: ContentAddressed, last: Scheduled) -> int:
         return model.forward([last], ignore, ignore)["a"]
@@ -251,7 +251,7 @@ class TestContentAddressed:
         """Right bytes of another prompt, at the right place."""
         model, last, tokens = decoding
         good = self.read(model, last)
-        other = Scheduled("b", 0, 12, 0, unique_tokens("b", 12), (0, 1, 3), sample=False, decode=False)
+        other = Scheduled("b", 0, 12, 0, unique_tokens("b", 12), ((0, 1, 3),), sample=False, decode=False)
         model.forward([other], ignore, ignore)
         for cache in model.caches:
             cache[9] = cache[3]
@@ -260,9 +260,9 @@ class TestContentAddressed:
 
     def test_heads_swapped_change_the_token_and_are_named(self) -> None:
         model = ContentAddressed(EngineConfig(name="content", model=CONTENT_HEADS, num_blocks=4, block_size=4), solo())
-        prefill = Scheduled("a", 0, 3, 0, (5, 6, 7), (2,), sample=False, decode=False)
+        prefill = Scheduled("a", 0, 3, 0, (5, 6, 7), ((2,),), sample=False, decode=False)
         model.forward([prefill], ignore, ignore)
-        last = Scheduled("a", 3, 1, 3, (8,), (2,), sample=True, decode=True)
+        last = Scheduled("a", 3, 1, 3, (8,), ((2,),), sample=True, decode=True)
         good = self.read(model, last)
         model.caches[1][2, [0, 3]] = model.caches[1][2, [3, 0]]
         assert self.read(model, last) != good

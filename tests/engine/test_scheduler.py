@@ -12,7 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvconn.base import FinishReason, KVConnectorOutput, RequestView
+from kvconn.engine.blocks import BlockPool
+from kvconn.engine.config import ModelSpec
 from kvconn.engine.request import EngineRequest, Finished, FirstToken, Status
+from kvconn.engine.scheduler import Step
+from kvconn.engine.tables import NO_BLOCK, present
+from kvconn.geometry import blocks_for
 from tests.engine.driving import Answer, Bench, ScriptedConnector, unique_tokens
 
 
@@ -762,12 +767,14 @@ class Whim(ScriptedConnector):
 
 def assert_blocks_add_up(bench: Bench) -> None:
     """Every reference is some table's, and no table holds a block twice."""
-    scheduler = bench.scheduler
-    holders = Counter(block for request in scheduler.requests.values() for block in request.blocks)
-    assert scheduler.pool.num_used == len(holders)
-    assert all(len(set(request.blocks)) == len(request.blocks) for request in scheduler.requests.values())
-    for block, count in holders.items():
-        assert scheduler.pool._references[block] == count
+    tables, requests = bench.scheduler.tables, bench.scheduler.requests.values()
+    for number, group in enumerate(tables.groups):
+        held = [present(request.tables[number]) for request in requests]
+        holders = Counter(block for blocks in held for block in blocks)
+        assert group.pool.num_used == len(holders)
+        assert all(len(set(blocks)) == len(blocks) for blocks in held)
+        for block, count in holders.items():
+            assert group.pool._references[block] == count
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
@@ -782,6 +789,7 @@ def test_whatever_comes_everything_ends_and_the_pool_is_empty(data: st.DataObjec
         block_size=size,
         max_num_batched_tokens=data.draw(st.integers(1, 12)),
         max_num_seqs=data.draw(st.integers(1, 4)),
+        model=ModelSpec(window=data.draw(st.integers(0, 6))),
     )
     added: list[str] = []
     for _ in range(data.draw(st.integers(1, 25))):
@@ -806,21 +814,29 @@ def test_whatever_comes_everything_ends_and_the_pool_is_empty(data: st.DataObjec
 
 
 def step_and_check(bench: Bench, emitted: dict[str, set[str]]) -> None:
-    before = {id: list(request.blocks) for id, request in bench.scheduler.delayed.items()}
+    scheduler = bench.scheduler
+    before = {id: request.block_ids() for id, request in scheduler.delayed.items()}
     step = bench.schedule()
-    writes = Counter(
-        block
-        for s in step.requests
-        for block in s.blocks[s.start // bench.config.block_size : -(-(s.start + s.n) // bench.config.block_size)]
-    )
-    assert all(count == 1 for count in writes.values()), "two requests write one block"
-    assert all(bench.scheduler.pool._references[block] == 1 for block in writes), "a shared block is written"
-    owned = {block for request in bench.scheduler.delayed.values() for block in request.blocks}
-    owned |= {block for request in bench.scheduler.parked.values() for block in request.blocks}
-    assert not owned & set(writes), "a block that a connector owns is written"
+    for number, group in enumerate(scheduler.tables.groups):
+        assert_written_blocks_are_ours(bench, step, number, group.pool)
+        for s in step.requests:
+            seen = s.tables[number][group.first(s.start) : blocks_for(s.start + s.n, bench.config.block_size)]
+            assert NO_BLOCK not in seen, "a token sees a block that is not here"
     assert sum(s.n for s in step.requests) <= bench.config.max_num_batched_tokens
-    assert len(bench.scheduler.running) <= bench.config.max_num_seqs
-    assert all(bench.scheduler.requests[id].blocks == blocks for id, blocks in before.items())
+    assert len(scheduler.running) <= bench.config.max_num_seqs
+    assert all(scheduler.requests[id].block_ids() == blocks for id, blocks in before.items())
     assert_blocks_add_up(bench)
     bench.finish(step, **emitted)
     assert_blocks_add_up(bench)
+
+
+def assert_written_blocks_are_ours(bench: Bench, step: Step, number: int, pool: BlockPool) -> None:
+    size = bench.config.block_size
+    writes = Counter(
+        block for s in step.requests for block in s.tables[number][s.start // size : blocks_for(s.start + s.n, size)]
+    )
+    assert all(count == 1 for count in writes.values()), "two requests write one block"
+    assert all(pool._references[block] == 1 for block in writes), "a shared block is written"
+    held = [*bench.scheduler.delayed.values(), *bench.scheduler.parked.values()]
+    owned = {block for request in held for block in present(request.tables[number])}
+    assert not owned & set(writes), "a block that a connector owns is written"

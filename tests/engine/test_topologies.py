@@ -22,7 +22,18 @@ LATENT = ModelSpec(**SIZES)
 GROUPED = ModelSpec(kv="gqa", n_kv_heads=2, **SIZES)
 CONTENT = ModelSpec(mode="content-addressed", **SIZES)
 CONTENT_HEADS = ModelSpec(mode="content-addressed", kv="gqa", n_kv_heads=2, **SIZES)
-MODELS = {"latent": LATENT, "gqa": GROUPED, "content": CONTENT, "content-gqa": CONTENT_HEADS}
+WINDOW = ModelSpec(window=11, **SIZES)
+WINDOW_HEADS = ModelSpec(kv="gqa", n_kv_heads=2, window=11, **SIZES)
+CONTENT_WINDOW = ModelSpec(mode="content-addressed", kv="gqa", n_kv_heads=2, window=11, **SIZES)
+MODELS = {
+    "latent": LATENT,
+    "gqa": GROUPED,
+    "content": CONTENT,
+    "content-gqa": CONTENT_HEADS,
+    "window": WINDOW,
+    "window-gqa": WINDOW_HEADS,
+    "content-window": CONTENT_WINDOW,
+}
 
 ANY_KV = {
     "tp2": ParallelConfig(tp=2),
@@ -41,9 +52,13 @@ SHARED_TOKENS = {
     "pcp3 dcp3 whole blocks": ParallelConfig(pcp=3, dcp=3, dcp_interleave=8),
     "pp2 pcp2 dcp2": ParallelConfig(pp=2, pcp=2, dcp=2, dcp_interleave=4),
 }
-PAIRS = [(model, name) for model in MODELS for name in ANY_KV] + [
-    (model, name) for model in ("latent", "content") for name in SHARED_TOKENS
-]
+WINDOWS = "pp3 tp2", "pcp2 tp2"
+PAIRS = (
+    [(model, name) for model in ("latent", "gqa", "content", "content-gqa") for name in ANY_KV]
+    + [(model, name) for model in ("window-gqa", "content-window") for name in WINDOWS]
+    + [(model, name) for model in ("latent", "content") for name in SHARED_TOKENS]
+    + [("window", "tp2 dcp2"), ("window", "pp2 pcp2 dcp2")]
+)
 #: prompts of one token leave ranks idle; 16 tokens a step cut prompts into chunks beside decoding requests
 LENGTHS = {"a": 1, "b": 13, "c": 37, "d": 16, "e": 50}
 N_NEW = 6
@@ -134,7 +149,7 @@ def test_a_wrong_byte_on_any_rank_changes_the_token_copies_included(
         engine = Threaded(model, parallel, num_blocks=8, max_num_batched_tokens=64)
         engine.generate({"x": 24}, 1)
         if flip:
-            engine.models[rank].caches[1][engine.tables["x"][0], 0, 3].view(torch.uint8)[5] ^= 4
+            engine.models[rank].caches[1][engine.tables["x"][0][0], 0, 3].view(torch.uint8)[5] ^= 4
         tokens.append(engine.generate({"x": 24}, 2)["x"])
         hits = engine.scheduler.prefix_hit_tokens
         assert hits, "the second run reads what the first one wrote"
@@ -144,7 +159,7 @@ def test_a_wrong_byte_on_any_rank_changes_the_token_copies_included(
 def test_a_rank_names_the_first_wrong_row_of_its_own() -> None:
     engine = Threaded(CONTENT, ParallelConfig(pp=3, tp=2, dcp=2), max_num_batched_tokens=64)
     engine.generate({"x": 40}, 1)
-    share = Scheduled("x", 0, 40, 0, (), tuple(engine.tables["x"]), sample=False, decode=False)
+    share = Scheduled("x", 0, 40, 0, (), engine.tables["x"], sample=False, decode=False)
     tokens = unique_tokens("x", 40)
     for rank, model in enumerate(engine.models):
         assert isinstance(model, ContentAddressed)

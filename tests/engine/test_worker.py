@@ -102,7 +102,7 @@ def test_the_cache_is_registered_as_it_lies_in_memory(worker: Worker) -> None:
 
 def test_a_step_calls_the_connector_in_vllms_order(worker: Worker) -> None:
     CALLS.clear()
-    share = Scheduled("a", 0, 3, 0, (1, 2, 3), (0,), sample=True, decode=False)
+    share = Scheduled("a", 0, 3, 0, (1, 2, 3), ((0,),), sample=True, decode=False)
     output = worker.step(Step((share,), StepView(1, finished=("ended",))), ConnectorMetadata())
     forward = [(call, f"layers.{layer}.kv") for layer in range(2) for call in ("wait layer", "save layer")]
     assert [("preemptions",), ("bind",), *forward, *AFTER] == CALLS

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import torch
 
+from kvconn.base import BlockIds
 from kvconn.config import ParallelConfig
 from kvconn.engine.config import EngineConfig, ModelSpec, check
 from kvconn.engine.model import make_model
-from kvconn.engine.portion import Portion, held
+from kvconn.engine.portion import Portion, seen
 from kvconn.engine.ranks import Group, Ranks
 from kvconn.engine.request import EngineRequest, Finished
 from kvconn.engine.scheduler import Scheduler
@@ -86,7 +86,7 @@ class Threaded:
         check(self.config)
         self.models = [make_model(self.config, ranks) for ranks in ranks_of(parallel)]
         self.scheduler = Scheduler(self.config, None, lambda direction, id, now: None, "fail")
-        self.tables: dict[str, Sequence[int]] = {}
+        self.tables: dict[str, BlockIds] = {}
         #: steps with prefill and decode tokens
         self.mixed = 0
 
@@ -101,7 +101,7 @@ class Threaded:
                     return done
                 step = self.scheduler.schedule(0.0)
                 self.mixed += len({s.decode for s in step.requests}) == 2
-                self.tables |= {s.id: s.blocks for s in step.requests}
+                self.tables |= {s.id: s.tables for s in step.requests}
                 running = [threads.submit(model.forward, step.requests, ignore, ignore) for model in self.models]
                 answers = [one.result(SECONDS) for one in running]
                 sampled = answers[self.config.parallel.output_rank]
@@ -115,22 +115,28 @@ class Threaded:
         return min(model.min_margin for model in self.models)
 
     def kv(self, id: str, n_tokens: int) -> torch.Tensor:
-        """A request's KV put together from the ranks, ``[layers, tokens, heads, channels]``; copies must be equal."""
-        spec, size = self.config.model, self.config.block_size
-        whole = torch.full((spec.n_layers, n_tokens, spec.cache_heads, spec.channels), torch.nan, dtype=torch.float64)
+        """A request's KV put together from the ranks, ``[layers, tokens, heads, channels]``; copies must be equal.
+
+        Of a layer that sees a window only that window; the rest is zero.
+        """
+        spec = self.config.model
+        whole = torch.zeros(spec.n_layers, n_tokens, spec.cache_heads, spec.channels, dtype=torch.float64)
         known = torch.zeros(whole.shape[:3], dtype=torch.bool)
         for rank, model in enumerate(self.models):
             portion = Portion.of(spec, self.config.parallel, rank)
-            here = held(portion.tokens, n_tokens)
             heads = torch.arange(portion.kv.first, portion.kv.first + portion.kv.count)
-            blocks = list(self.tables[id][: -(-len(here) // size)])
-            for layer, cache in enumerate(model.caches, portion.first_layer):
-                rows = cache[blocks].transpose(1, 2).flatten(0, 1)[: len(here)]
-                place = layer, here[:, None], heads[None, :]
+            for layer, (cache, group, window) in enumerate(
+                zip(model.caches, portion.groups, portion.windows, strict=True), portion.first_layer
+            ):
+                start = max(0, n_tokens - window) if window is not None else 0
+                blocks, here = seen(portion.tokens, self.tables[id][group], n_tokens, window, 1, self.config.block_size)
+                rows = cache[blocks].transpose(1, 2).flatten(0, 1)[: len(here)][here >= start]
+                place = layer, here[here >= start][:, None], heads[None, :]
                 again = known[place]
                 assert torch.equal(whole[place].view(torch.int64)[again], rows.view(torch.int64)[again])
                 whole[place] = rows
                 known[place] = True
+                known[layer, :start] = True
         assert known.all(), "some KV is nowhere"
         return whole
 

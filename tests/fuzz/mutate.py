@@ -14,8 +14,9 @@ FLOATS = (0.0, -0.0, 0.5, 1.0, -1.0, 1e15, 1e308, float("inf"), float("-inf"), f
 TEXTS = ("", "a", "P", ":", ",", "HB:", "a:1", "true", "0", "10.0.0.0/8", "10.0.0.1/8", "::1", "[::1]", "tcp://a;b",
          "a" * 512, "a" * 513, "é", "\x00", "\n", "\u202e", "/", "/dev/null", "/no/such", "DRAM", "VRAM", "kv_both",
          "0" * 16, "f" * 64, "{}", "[1]")  # fmt: skip
-#: only JSON can carry it
+#: only JSON can carry these
 SURROGATE = "\ud800"
+HUGE = 10**30
 SIZES = (0, 1, 2, 3, 9, 70, 600)
 
 
@@ -25,6 +26,8 @@ def junk(draw: random.Random, depth: int = 2, raw: bool = False) -> Any:
     if kind == 0:
         return draw.choice((None, True, False))
     if kind in (1, 2):
+        if not raw and draw.random() < 0.05:
+            return HUGE
         return draw.choice(INTS) if draw.random() < 0.8 else draw.randrange(-100, 10_000)
     if kind == 3:
         return draw.choice(FLOATS)
@@ -56,7 +59,8 @@ def _changed(draw: random.Random, value: Any, raw: bool) -> Any:
         at = draw.randrange(len(value))
         return value[:at] + draw.choice(TEXTS) + value[at + draw.randrange(2) :]
     if isinstance(value, int) and not isinstance(value, bool) and draw.random() < 0.5:
-        return value + draw.choice((-2, -1, 1, 2)) if draw.random() < 0.7 else -value
+        near = value + draw.choice((-2, -1, 1, 2)) if draw.random() < 0.7 else -value
+        return max(-(1 << 63), min((1 << 64) - 1, near)) if raw else near
     return junk(draw, 2, raw)
 
 

@@ -22,6 +22,8 @@ from kvconn.nixl.wire import AgentMetadata, KvconnAgent
 
 #: bytes of one part of one head of one token
 PART = 8
+#: bytes of the two tensors of a layer that keeps state (its slots have no tokens)
+STATE = (40, 24)
 Bytes = npt.NDArray[np.uint8]
 
 
@@ -120,10 +122,12 @@ class Rank:
     def __post_init__(self) -> None:
         e = self.engine
         self.heads = e.heads_of(self.place.tp)
-        self.mine = [layer for layer in range(e.layers) if e.stage(layer) == self.place.pp]
         self.group_of = {layer: g for g, group in enumerate(e.groups) for layer in group.layers}
+        here = [layer for layer in range(e.layers) if e.stage(layer) == self.place.pp]
+        self.mine = [layer for layer in here if e.groups[self.group_of[layer]].kind != "state"]
+        self.states = [layer for layer in here if layer not in self.mine]
         self.regions, self._at = [], {}
-        size = self._lay_out()
+        size = self._lay_out_states(self._lay_out())
         self.bytes = np.full(size, self.fill, np.uint8)
         self.written = np.zeros(size, np.int64)
 
@@ -145,6 +149,30 @@ class Rank:
         for base, which in zip(bases, self.mine, strict=True):
             self._one(which, base, stride, head_step, layer, count, tokens)
         return end
+
+    def _lay_out_states(self, end: int) -> int:
+        """Two tensors per layer of state, behind everything else."""
+        for layer in self.states:
+            for length in STATE:
+                at, group = self.BASE + end, self.group_of[layer]
+                self.regions.append(
+                    Region(f"layers.{layer}", at, length, length, self.engine.blocks, group, self.engine.mem_type)
+                )
+                end += length * self.engine.blocks
+        return end
+
+    def slot(self, region: Region, block: int) -> slice:
+        """The bytes of a slot of a tensor of state."""
+        start = region.base - self.BASE + block * region.stride
+        return slice(start, start + region.length)
+
+    def state(self, region: Region) -> Bytes:
+        """What a slot of this rank holds."""
+        seed = sum(region.name.encode()) * 1000 + region.length * 10 + self.place.tp
+        return np.random.default_rng(seed).integers(0, 256, region.length, np.uint8)
+
+    def state_regions(self) -> list[Region]:
+        return [region for region in self.regions if self.engine.groups[region.group].kind == "state"]
 
     def _one(self, layer: int, base: int, stride: int, head_step: int, length: int, count: int, tokens: int) -> None:
         e, n = self.engine, len(self.heads)
@@ -214,7 +242,7 @@ class Rank:
             "kv_cache_layout": "LBHNC" if e.first == "heads" else "LBNHC",
             "block_size": e.block // e.kernel,
             "physical_blocks_per_logical_kv_block": e.kernel,
-            "region_num_blocks": [count] * len(self.regions),
+            "region_num_blocks": [r.count for r in self.regions],
             "region_group_ids": [r.group for r in self.regions],
             "region_names": [r.name for r in self.regions],
             "region_mem_types": [r.mem_type for r in self.regions],
@@ -231,6 +259,8 @@ class Rank:
             if block >= 0:
                 value = np.array([name(layer, part, head, token)], np.uint64).view(np.uint8)
                 self.bytes[self.cell(layer, part, head, block, offset)] = value
+        for region in self.state_regions():
+            self.bytes[self.slot(region, tables[region.group][-1])] = self.state(region)
 
     def holds(self, tokens: int) -> Iterator[tuple[int, int, int, int]]:
         """(layer, part, head, token) of this rank's cells of a prompt."""
@@ -242,14 +272,21 @@ class Rank:
                             yield layer, part, head, token
 
     def read(self, source: Rank, read: Read) -> None:
-        """What a transport does. Ranges outside of either memory are an error."""
+        """What a transport does."""
+        for to, at, size in self.parts(source, read):
+            self.bytes[to : to + size] = source.bytes[at : at + size]
+
+    def parts(self, source: Rank, read: Read) -> list[tuple[int, int, int]]:
+        """Offsets in ours and theirs and lengths, counted as written. Ranges outside of either are an error."""
+        found = []
         for (address, size), (there, same) in zip(read.local.tolist(), read.remote.tolist(), strict=True):
             to, at = address - self.BASE, there - self.BASE
             assert size == same
             assert 0 <= to < to + size <= len(self.bytes)
             assert 0 <= at < at + size <= len(source.bytes)
-            self.bytes[to : to + size] = source.bytes[at : at + size]
             self.written[to : to + size] += 1
+            found.append((to, at, size))
+        return found
 
     def view(self, permute: Permute) -> Bytes:
         """A region as an array (blocks, bytes)."""

@@ -20,15 +20,28 @@ DEADLINE = 30.0
 
 
 class Producer:
-    """The driver's end. ``lease`` in seconds; ``env`` for the child only, e.g. UCX_TLS."""
+    """The driver's end. ``lease`` in seconds; ``env`` for the child only, e.g. UCX_TLS; ``name`` is its engine id.
 
-    def __init__(self, lease: float = 30.0, env: dict[str, str] | None = None, **side: Any) -> None:
+    ``reads``: it is a consumer instead. ``pause``: seconds between its steps; ``prefix``: of its command.
+    """
+
+    def __init__(
+        self,
+        lease: float = 30.0,
+        env: dict[str, str] | None = None,
+        name: str = "P",
+        reads: bool = False,
+        pause: float = 0.0,
+        prefix: tuple[str, ...] = (),
+        **side: Any,
+    ) -> None:
         with Listener(None, "AF_UNIX") as listener:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.nixl.producer", str(listener.address)], env={**os.environ, **(env or {})}
+                [*prefix, sys.executable, "-m", "tests.nixl.producer", str(listener.address)],
+                env={**os.environ, **(env or {})},
             )
             self._pipe = listener.accept()
-        self._pipe.send(("start", (lease, side)))
+        self._pipe.send(("start", (lease, name, reads, pause, side)))
         self._answer()
 
     def order(self, name: str, *args: Any) -> Any:
@@ -65,16 +78,21 @@ class Producer:
 class _Child:
     """The other end: obeys, and steps its engine while it has nothing to obey."""
 
-    def __init__(self, lease: float, side: dict[str, Any]) -> None:
-        from tests.support import NIXL_PRODUCER, Side
+    def __init__(self, lease: float, name: str, reads: bool, pause: float, side: dict[str, Any]) -> None:
+        from tests.support import NIXL_CONSUMER, NIXL_PRODUCER, Side
 
-        transfer = {**NIXL_PRODUCER, "kv_connector_extra_config": {"kv_lease_duration": lease}}
-        self.side = Side("P", transfer, **side)
+        limits = {"kv_lease_duration": lease, "kvconn": side.pop("kvconn", {})}
+        transfer = {**(NIXL_CONSUMER if reads else NIXL_PRODUCER), "kv_connector_extra_config": limits}
+        self.side = Side(name, transfer, **side)
+        self.frozen = False
+        self.pause = pause
         self._reuse: dict[str, tuple[list[int], int]] = {}
         self._seen = 0
 
     def tick(self) -> None:
-        """One step; blocks whose release was reported are overwritten at once, as an engine under pressure does."""
+        """One step, unless frozen; blocks whose release was reported are overwritten at once, as under pressure."""
+        if self.frozen:
+            return
         self.side.step()
         for id in self.side.sent[self._seen :]:
             blocks, seed = self._reuse.pop(id, ([], 0))
@@ -87,6 +105,29 @@ class _Child:
             self._reuse[id] = (blocks, reuse_seed)
         return self.side.prefill(id, blocks, seed)
 
+    def load(self, id: str, params: Any, blocks: list[int], poll: bool = True) -> int:
+        """Admit a request; without ``poll`` its read is posted and nobody looks. Returns how many handles are out."""
+        from kvconn.base import StepView
+
+        self.side.load(id, params, blocks)
+        worker: Any = self.side.workers[0]
+        worker.bind_connector_metadata(self.side.scheduler.build_connector_meta(StepView(self.side.seq)))
+        worker.start_load_kv()
+        self.frozen = not poll
+        return len(worker.worker._reader._reads.handles())
+
+    def results(self) -> tuple[list[str], list[str], dict[str, str]]:
+        return list(self.side.received), list(self.side.failed), dict(self.side.reasons)
+
+    def holds(self, blocks: list[int], seed: int) -> bool:
+        return self.side.holds(blocks, seed)
+
+    def left(self) -> list[str]:
+        """Whatever it still holds or is owed."""
+        lines = [f"{pending}" for pending in self.side.aggregator.pending()]
+        now = time.perf_counter()
+        return lines + [line for half in (self.side.scheduler, *self.side.workers) for line in half.explain(now)]
+
     def sent(self) -> list[str]:
         return list(self.side.sent)
 
@@ -98,7 +139,7 @@ def _serve(address: str) -> None:
     with Client(address) as pipe:
         child: Any = None
         while True:
-            if child is None or pipe.poll(0):
+            if child is None or pipe.poll(child.pause):
                 name, args = pipe.recv()
                 try:
                     if name == "start":

@@ -99,8 +99,8 @@ class TestPairing:
         assert units(kernel, [(3,)], [(9,)], 0, 4) == [(6, 18), (7, 19)]
 
     def test_of_a_window_the_producer_sends_its_last_blocks_and_what_is_before_them_is_not_missed(self) -> None:
-        window = lane(kind="window", window=6)
-        # 13 tokens in 4 blocks; the next token looks at tokens 8 to 12
+        window = lane(kind="window", window=5)
+        # 13 tokens in 4 blocks; the last of them, computed again, looks at tokens 8 to 12
         assert units(window, [(NO_BLOCK, NO_BLOCK, 7, 8)], [(1, 2, 3)], 0, 13) == [(7, 2), (8, 3)]
         assert units(window, [(5, 6, 7, 8)], [(2, 3)], 0, 13) == [(7, 2), (8, 3)]
         with pytest.raises(RequestError, match="at least 2 blocks, got 1"):

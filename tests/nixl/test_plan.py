@@ -167,6 +167,26 @@ def test_the_first_field_that_differs_is_named_ours_theirs_and_what_to_do(
     assert str(got) == f"{field}: ours {ours}, theirs {theirs} ({got.hint})"
 
 
+def test_a_layer_that_a_peer_has_twice_is_not_read_twice() -> None:
+    twice = {
+        "kv_caches_base_addr": [1, 2, 3], "block_lens": [64] * 3, "block_strides": [64] * 3, "region_num_blocks": None,
+        "region_group_ids": None, "region_names": ["layers.0", "layers.0", "layers.1"],
+    }  # fmt: skip
+    got = plan(**twice)
+    assert isinstance(got, Incompatible)
+    assert (got.field, got.ours, got.theirs) == ("layer layers.0", "once", "twice")
+
+
+def test_thousands_of_regions_of_one_layer_cost_nothing() -> None:
+    n = 1 << 16
+    got = plan(
+        kv_caches_base_addr=[1] * n, block_lens=[64] * n, block_strides=[64] * n, region_num_blocks=None,
+        region_group_ids=None, region_names=["layers.0"] * n,
+    )  # fmt: skip
+    assert isinstance(got, Incompatible)
+    assert (got.field, got.theirs) == ("tensors of layers.0", str(n))
+
+
 def test_a_layout_that_does_not_say_where_heads_lie_needs_cells() -> None:
     heads = Route(Place(0, 0), 0, 2, 1, Share(HeadShare(0, 2)), Share(HeadShare(0, 2)))
     got = plan(heads, kv_cache_layout="BHLNC")

@@ -6,15 +6,18 @@ Over the loopback network, with a handshake channel without sockets, so that eve
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
+import msgspec
 import pytest
 
-from kvconn.base import FinishReason, RequestView, StepView
+from kvconn.base import FinishReason, GroupView, RequestView, StepView
+from kvconn.config import ParallelConfig
+from kvconn.nixl.wire import HandshakePayload
 from kvconn.testing import LoopbackNet, ManualClock
 from tests.sim.channel import Client, Directory, Server
-from tests.support import BLOCK_SIZE, NIXL_CONSUMER, NIXL_PRODUCER, Side
+from tests.support import BLOCK_SIZE, LAYERS, NIXL_CONSUMER, NIXL_PRODUCER, Side
 
 LEASE = 30.0
 #: TP of the producer, of the consumer, KV heads; one head is a latent cache
@@ -23,6 +26,50 @@ PAIRS = [
     (1, 2, 1), (2, 1, 1), (4, 2, 1), (2, 2, 1),
     (4, 2, 2), (2, 4, 2), (4, 1, 2), (1, 4, 2), (4, 4, 2), (8, 2, 4),
 ]  # fmt: skip
+
+
+class Shape(NamedTuple):
+    """A pair of engines. Blocks in tokens on one rank."""
+
+    p: ParallelConfig
+    d: ParallelConfig
+    heads: int = 1
+    p_block: int = BLOCK_SIZE
+    d_block: int = BLOCK_SIZE
+    groups: tuple[GroupView, ...] = (GroupView("full", LAYERS),)
+    p_tokens_first: bool = False
+    d_tokens_first: bool = False
+
+
+ONE = ParallelConfig()
+PCP = ParallelConfig(pcp=2, dcp=2)
+WINDOW = (GroupView("full", LAYERS[:1]), GroupView("window", LAYERS[1:], 20))
+SHAPES = {
+    "pp 2 to 1": Shape(ParallelConfig(pp=2), ONE, 4),
+    "pp 1 to 2": Shape(ONE, ParallelConfig(pp=2), 4),
+    "pp 2 to 2": Shape(ParallelConfig(pp=2), ParallelConfig(pp=2)),
+    "pp 2 tp 2 to tp 4": Shape(ParallelConfig(pp=2, tp=2), ParallelConfig(tp=4), 4),
+    "pcp 2 dcp 2 to 1": Shape(PCP, ONE),
+    "pcp 2 dcp 2 to tp 2": Shape(PCP, ParallelConfig(tp=2)),
+    "pcp 2 dcp 2 to the same": Shape(PCP, PCP),
+    "replicated pcp 2 tp 2 to tp 2": Shape(ParallelConfig(pcp=2, tp=2), ParallelConfig(tp=2), 4),
+    "dcp 1 to 2": Shape(ONE, ParallelConfig(tp=2, dcp=2)),
+    "dcp 2 to 1": Shape(ParallelConfig(tp=2, dcp=2), ONE),
+    "dcp 2 to 4": Shape(ParallelConfig(tp=2, dcp=2), ParallelConfig(tp=4, dcp=4)),
+    "tp 4 dcp 2 to tp 2": Shape(ParallelConfig(tp=4, dcp=2), ParallelConfig(tp=2)),
+    "dcp 2 in turns of 8 to 1": Shape(ParallelConfig(tp=2, dcp=2, dcp_interleave=8), ONE),
+    "blocks 16 to 32": Shape(ONE, ONE, 4, 16, 32),
+    "blocks 32 to 16": Shape(ONE, ONE, 4, 32, 16),
+    "blocks 16 to 32, tp 2 to 1": Shape(ParallelConfig(tp=2), ONE, 4, 16, 32),
+    "blocks 32 to 16, pp 2 to tp 2": Shape(ParallelConfig(pp=2), ParallelConfig(tp=2), 2, 32, 16),
+    "a window": Shape(ONE, ONE, 4, groups=WINDOW),
+    "a window, tp 2 to 1, blocks 16 to 32": Shape(ParallelConfig(tp=2), ONE, 4, 16, 32, WINDOW),
+    "a window, pp 2 to 1, blocks 32 to 16": Shape(ParallelConfig(pp=2), ONE, 4, 32, 16, WINDOW),
+    "tokens first to heads first": Shape(ONE, ONE, 4, p_tokens_first=True),
+    "heads first to tokens first": Shape(ONE, ONE, 4, d_tokens_first=True),
+    "tokens first to heads first, tp 1 to 2": Shape(ONE, ParallelConfig(tp=2), 4, p_tokens_first=True),
+    "heads first to tokens first, tp 2 to 1": Shape(ParallelConfig(tp=2), ONE, 4, d_tokens_first=True),
+}
 
 
 class Fleet:
@@ -47,8 +94,17 @@ class Fleet:
         return side
 
     def pair(self, p_tp: int, d_tp: int, heads: int, **more: Any) -> tuple[Side, Side]:
-        p = self.side("P", NIXL_PRODUCER, tp=p_tp, heads=heads)
-        return p, self.side("D", NIXL_CONSUMER, tp=d_tp, heads=heads, **more)
+        return self.engines(Shape(ParallelConfig(tp=p_tp), ParallelConfig(tp=d_tp), heads), **more)
+
+    def engines(self, shape: Shape, **more: Any) -> tuple[Side, Side]:
+        both: dict[str, Any] = {"heads": shape.heads, "groups": shape.groups} | more
+        p = self.side(
+            "P", NIXL_PRODUCER, parallel=shape.p, block_size=shape.p_block, tokens_first=shape.p_tokens_first, **both
+        )
+        d = self.side(
+            "D", NIXL_CONSUMER, parallel=shape.d, block_size=shape.d_block, tokens_first=shape.d_tokens_first, **both
+        )
+        return p, d
 
     def until(self, done: Callable[[], bool], *sides: Side, rounds: int = 20) -> None:
         """Step these engines (all of them) and let everything arrive, until ``done``."""
@@ -113,6 +169,34 @@ class TestWhole:
         assert p.stats.values.get("nixl_num_kv_expired_reqs", 0) == 0
         assert p.aggregator.pending() == [] and d.aggregator.pending() == []
 
+    @pytest.mark.parametrize("name", SHAPES)
+    @pytest.mark.parametrize("hit", [False, True])
+    def test_every_shape_gets_its_tokens_of_its_layers_and_heads(self, fleet: Fleet, name: str, hit: bool) -> None:
+        p, d = fleet.engines(SHAPES[name])
+        n = 75  # no multiple of any block
+        theirs, ours = [3, 9, 4, 5, 8][: -(-n // p.block_tokens)], [11, 2, 1, 12, 7][: -(-n // d.block_tokens)]
+        hits = 1 if hit and len(ours) > 1 else 0
+        d.write(list(range(32)), 99)
+        before = [{name: cache.copy() for name, cache in caches.items()} for caches in d.caches]
+        d.load("r", p.prefill("a", theirs, seed=7, n_tokens=n), ours, hits=hits, n_tokens=n)
+        fleet.until(lambda: bool(d.received and p.sent))
+        assert (d.failed, p.sent, p.aggregator.pending()) == ([], ["a"], [])
+        assert d.holds(ours[hits:], 7, start=hits, n_tokens=n)
+        others = [block for block in range(32) if block not in ours[hits:]]
+        for rank in d.ranks:
+            for layer, cache in d.caches[rank].items():
+                assert (cache[others] == before[rank][layer][others]).all()
+        assert p.stats.values.get("nixl_num_kv_expired_reqs", 0) == 0
+
+    @pytest.mark.parametrize("name", SHAPES)
+    def test_every_shape_tells_all_ranks_of_what_nobody_reads(self, fleet: Fleet, name: str) -> None:
+        p, d = fleet.engines(SHAPES[name])
+        view = RequestView("r", 16, 16, p.prefill("a", [3], seed=1))
+        d.scheduler.on_new_request(view)
+        d.scheduler.request_finished(view, ((),) * len(d.kv_cache.groups), FinishReason.ABORT)
+        fleet.until(lambda: bool(p.sent))
+        assert p.stats.values.get("nixl_num_kv_expired_reqs", 0) == 0
+
     def test_what_is_read_twice_comes_from_known_ranks_without_another_handshake(self, fleet: Fleet) -> None:
         p, d = fleet.pair(4, 2, 4)
         for n in range(2):
@@ -162,7 +246,7 @@ class TestWhole:
 class TestFaults:
     def test_a_rank_that_dies_fails_the_load_and_names_itself(self, fleet: Fleet) -> None:
         p, d = fleet.pair(4, 2, 4)
-        other = fleet.side("Q", NIXL_PRODUCER, tp=2, heads=4)
+        other = fleet.side("Q", NIXL_PRODUCER, parallel=ParallelConfig(tp=2), heads=4)
         d.load("warm", p.prefill("warm", [1], seed=1), [1])
         fleet.until(lambda: bool(d.received and p.sent))
         d.load("r", p.prefill("a", [3, 4], seed=2), [3, 4])
@@ -224,7 +308,7 @@ class TestFaults:
     def test_ranks_of_two_lives_of_an_engine_are_not_taken_for_one_peer(self, fleet: Fleet) -> None:
         p, d = fleet.pair(2, 1, 4)
         params = p.prefill("a", [3, 4], seed=2)
-        again = fleet.side("P", NIXL_PRODUCER, tp=2, heads=4)
+        again = fleet.side("P", NIXL_PRODUCER, parallel=ParallelConfig(tp=2), heads=4)
         places = list(fleet.directory)
         fleet.directory[places[0]][0, 1] = fleet.directory[places[-1]][0, 1]
         d.load("r", params, [3, 4])
@@ -249,3 +333,50 @@ class TestForged:
         d.load("good", params, [3, 4])
         fleet.until(lambda: "good" in d.received)
         assert d.failed == ["forged"] and d.holds([3, 4], 2)
+
+
+class TestStock:
+    """A peer that says nothing of its sizes: the reference's are believed, as far as its first rank agrees."""
+
+    def stock(self, fleet: Fleet, p: Side) -> None:
+        """Take ours out of what ``p`` publishes."""
+        for payloads in fleet.directory.values():
+            for place, raw in payloads.items():
+                payload = msgspec.msgpack.decode(raw, type=HandshakePayload)
+                agent = msgspec.msgpack.decode(payload.agent_metadata_bytes)
+                del agent["kvconn"]
+                bare = HandshakePayload(payload.compatibility_hash, msgspec.msgpack.encode(agent))
+                payloads[place] = msgspec.msgpack.encode(bare)
+
+    def test_its_sizes_are_the_references(self, fleet: Fleet) -> None:
+        p, d = fleet.pair(4, 2, 4)
+        self.stock(fleet, p)
+        params = {**(p.prefill("a", [3, 4], seed=1) or {}), "kvconn": None}
+        d.load("r", params, [1, 2])
+        fleet.until(lambda: bool(d.received and p.sent))
+        assert d.failed == [] and d.holds([1, 2], 1)
+        assert d.stats.values["unfenced_reads"] == len(d.ranks)
+
+    @pytest.mark.parametrize("tp_size", [1, 4, 16, 64])
+    def test_sizes_that_its_first_rank_contradicts_cost_that_request_and_ask_nobody_else(
+        self, fleet: Fleet, tp_size: int
+    ) -> None:
+        p, d = fleet.pair(2, 2, 4)
+        self.stock(fleet, p)
+        params = {**(p.prefill("a", [3, 4], seed=1) or {}), "kvconn": None}
+        d.load("forged", {**params, "tp_size": tp_size}, [1, 2])
+        fleet.until(lambda: bool(d.received), d)
+        assert d.failed == ["forged"] and set(fleet.asked) == {(0, 0)}
+        assert "plan" in d.reasons["forged"]
+        d.load("good", params, [3, 4])
+        fleet.until(lambda: "good" in d.received)
+        assert d.failed == ["forged"] and d.holds([3, 4], 1)
+
+
+def test_only_the_window_is_held_and_read(fleet: Fleet) -> None:
+    p, d = fleet.engines(SHAPES["a window"])
+    params = p.prefill("a", [3, 4, 9, 5], seed=1)
+    assert params is not None and params["remote_block_ids"] == [[3, 4, 9, 5], [9, 5]]
+    d.load("r", params, [1, 2, 6, 7])
+    fleet.until(lambda: bool(d.received and p.sent))
+    assert d.failed == [] and d.stats.values["nixl_bytes_transferred"] == (4 + 2) * BLOCK_SIZE * 64 * 4

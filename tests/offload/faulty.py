@@ -44,20 +44,20 @@ class HalfWritten(_Faulty):
 
     begun = 0
 
-    def _write_new(self, path: Path, content: bytes) -> None:
+    def _write_new(self, path: str, content: bytes) -> None:
         self.begun += 1
         if self.begun < 3:
             super()._write_new(path, content)
             return
         super()._write_new(path, content[: len(content) // 2])
-        self.marks.joinpath("half").write_text(str(path))
+        self.marks.joinpath("half").write_text(path)
         wait_for(lambda: False)
 
 
 class Meeting(_Faulty):
     """Has written a file, under its own name, when another process has written the same block's: then both go on."""
 
-    def _write_new(self, path: Path, content: bytes) -> None:
+    def _write_new(self, path: str, content: bytes) -> None:
         super()._write_new(path, content)
         place = self.marks / content[-64:].hex()
         place.mkdir(exist_ok=True)

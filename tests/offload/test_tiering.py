@@ -11,8 +11,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvconn.config import Limits
 from kvconn.engine.trace import TraceRequest
 from kvconn.errors import ConfigError
+from kvconn.offload import lookups
 from kvconn.offload.events import BlockRemoved, BlockStored
 from kvconn.offload.keys import Identity
 from kvconn.offload.tiers.base import SecondaryTier
@@ -94,6 +96,31 @@ def test_a_disk_that_hangs_holds_up_neither_requests_nor_the_end(
     assert engine.count("offload_saves_failed") == engine.count("offload_blocks_stored") > 0
     engine.close()
     go.set()
+
+
+def test_a_quick_disk_answers_the_question_that_asks_it(mocker: Any) -> None:
+    """Else every request would wait for a step."""
+    mocker.patch.object(lookups, "LIMITS", Limits(lookup_inline=20.0))
+    mocker.patch.object(DictTier, "kept", {b"a": b"", b"c": b""})
+    asked = lookups.Lookups([DictTier({}, Identity("n", ("s",)), 1)], 8)
+    try:
+        asked.ask("r", [b"a", b"b", b"c"], 1.0)
+        assert asked.answer("r", 0.0) == {b"a", b"c"}
+    finally:
+        asked.close()
+
+
+def test_a_slow_disk_is_not_waited_for_where_it_is_asked(mocker: Any) -> None:
+    go = threading.Event()
+    mocker.patch.object(lookups, "LIMITS", Limits(lookup_inline=0.0))
+    mocker.patch.object(DictTier, "present", lambda self, keys: go.wait(60) and [False] * len(keys))
+    asked = lookups.Lookups([DictTier({}, Identity("n", ("s",)), 1)], 8)
+    try:
+        asked.ask("r", [b"a"], 1.0)
+        assert asked.answer("r", 0.0) is None
+    finally:
+        go.set()
+        asked.close()
 
 
 def test_a_read_that_hangs_touches_no_slot_when_it_comes_back(

@@ -47,6 +47,7 @@ def transfer_of(kind: str, root: Path, disk_ms: float) -> dict[str, Any] | None:
         settings |= {
             "spec_name": "TieringOffloadingSpec",
             "secondary_tiers": [slow if kind == "slow" else files],
+            "kvconn": {"store": 1.0} if kind == "slow" else {},
         }
     return {
         "kv_connector": "OffloadingConnector",
@@ -58,7 +59,7 @@ def transfer_of(kind: str, root: Path, disk_ms: float) -> dict[str, Any] | None:
 
 def salted(requests: Sequence[TraceRequest], round_: int, fresh: bool) -> list[EngineRequest]:
     """The round's prompts: the trace's under another mapping of tokens, or, ``fresh``, ones that share nothing."""
-    draw = random.Random(round_)
+    draw = random.Random(f"round {round_}")
     mapping = draw.sample(range(MODEL.vocab_size), MODEL.vocab_size)
     made = []
     for one in requests:

@@ -162,7 +162,7 @@ class Engine:
         self.aggregator = KVOutputAggregator.from_connector(self.connector, pcp)
         policy = parsed.kv_load_failure_policy
         self.scheduler = Scheduler(config, Watched(self.connector, self), self._expect, policy)  # type: ignore[arg-type]
-        self.scheduler.pool = self.pool = Pool(num_blocks, self._overwrite if harsh else None)
+        self.scheduler.tables.groups[0].pool = self.pool = Pool(num_blocks, self._overwrite if harsh else None)
         self.halves = [h.worker for w in self.workers for h in leaves(w) if isinstance(h, NixlConnector)]
         #: rank 0's NIXL half; ranks above are replicas
         self.half = self.halves[0]

@@ -179,6 +179,9 @@ class Memory:
     def read(self, offset: int, length: int) -> bytes:
         return self.buf[offset : offset + length].tobytes()
 
+    def write(self, offset: int, data: bytes) -> None:
+        self.buf[offset : offset + len(data)] = np.frombuffer(data, np.uint8)
+
     def landed(self, value: int) -> int:
         """How many bytes of the buffer have this value."""
         return int(np.count_nonzero(self.buf == value))

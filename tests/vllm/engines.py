@@ -24,6 +24,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
 BLOCK = 32
+#: of the model ``llama``, all ranks together: keys and values of two layers, two heads, 64 channels of float32
+BLOCK_BYTES = 2 * 2 * 2 * BLOCK * 64 * 4
 PRODUCER = {"do_remote_decode": True, "do_remote_prefill": False}
 #: a stock proxy's request to the producer
 STOCK_PRODUCER = {

@@ -62,6 +62,8 @@ class Side:
         return self._running[role].ready(START)
 
     def reference(self, tokens: list[int]) -> Params:
+        """What a prompt's blocks are known by; both engines run before its lease begins."""
+        self.engine("consumer")
         params: Params = self.engine("producer").one(tokens, 1, params=STOCK_PRODUCER)["params"]
         return params
 
@@ -92,7 +94,11 @@ def run(side: Side, wanted: dict[str, Fault], right: list[int]) -> dict[str, str
     outcomes = {}
     try:
         for name, fault in wanted.items():
-            outcomes[name] = fault(side, right)
+            try:
+                outcomes[name] = fault(side, right)
+            except EngineError as err:
+                outcomes[name] = f"**{str(err).splitlines()[0]}**"
+                side.replace("producer", "consumer")
             print(f"{side.kind.__name__}: {name}: {outcomes[name]}", file=sys.stderr, flush=True)
     finally:
         side.replace("producer", "consumer")
@@ -115,8 +121,10 @@ def last_error(said: str) -> str:
 
 
 def why(said: str) -> str:
-    """What our connector logged about it."""
-    found = re.findall(r"(?:request \S+: refused|rank \d+: load of \S+ failed): (.*)", said)
+    """What the connector logged about it: ours, or vLLM's as a warning or an error."""
+    mine = re.findall(r"(?:request \S+: refused|rank \d+: load of \S+ failed): (.*)", said)
+    theirs = re.findall(r"(?:ERROR|WARNING) [\d-]+ [\d:]+ \[(?:base|pull)_(?:worker|scheduler)\.py:\d+\] (.*)", said)
+    found = mine or theirs
     return f": `{found[0][:200]}`" if found else ""
 
 
@@ -130,26 +138,39 @@ def another_prompts_blocks(side: Side, right: list[int]) -> str:
 
 def blocks_given_away(side: Side, right: list[int]) -> str:
     """A reference read once, and again when the producer has other KV in its blocks."""
-    p, params = side.engine("producer"), side.reference(TOKENS)
-    first = consume(side, params, right)
-    p.idle()
+    p, _ = side.engine("producer"), side.engine("consumer")
+    first = p.one(TOKENS, 1, params=STOCK_PRODUCER)
+    params = first["params"]
+    read = consume(side, params, right)
+    p.freed(first["id"], timeout=PATIENCE)
     p.ask("overwrite", blocks=params["remote_block_ids"][0])
     p.ask("reset")
-    again = consume(side, params, right)
-    return again if first == "right tokens" else f"first {first}, then {again}"
+    return f"first {read}, then {consume(side, params, right)}"
+
+
+def the_next_consumer(side: Side, right: list[int]) -> str:
+    """What becomes of one that was never there before; then both are replaced."""
+    side.replace("consumer")
+    outcome = consume(side, side.reference(TOKENS), right)
+    side.replace("producer", "consumer")
+    return f"the next consumer: {outcome}"
+
+
+def a_wrong_size(side: Side, right: list[int]) -> str:
+    """In the params of a first contact."""
+    side.replace("consumer")
+    outcome = consume(side, {**side.reference(TOKENS), "tp_size": 64}, right)
+    return f"{outcome}; {the_next_consumer(side, right)}"
 
 
 def a_malformed_frame(side: Side, right: list[int]) -> str:
-    """To the producer's side channel; then a consumer that was never there before."""
+    """To the producer's side channel."""
     p = side.engine("producer")
     with zmq.Context() as context, context.socket(zmq.DEALER) as client:
         client.setsockopt(zmq.LINGER, 2000)
         client.connect(f"tcp://127.0.0.1:{p.port}")
         client.send_multipart([b"", b"\xc1\xff"])
-    side.replace("consumer")
-    outcome = consume(side, side.reference(TOKENS), right)
-    side.replace("producer", "consumer")
-    return f"the next consumer: {outcome}"
+    return the_next_consumer(side, right)
 
 
 def a_taken_port(side: Side, right: list[int]) -> str:
@@ -170,12 +191,6 @@ def a_taken_port(side: Side, right: list[int]) -> str:
 
 def edited(name: str) -> Fault:
     return lambda side, right: consume(side, EDITS[name](side.reference(TOKENS)), right)
-
-
-def a_wrong_size(side: Side, right: list[int]) -> str:
-    """In the params of a first contact."""
-    side.replace("consumer")
-    return consume(side, {**side.reference(TOKENS), "tp_size": 64}, right)
 
 
 FAULTS: dict[str, Fault] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -69,6 +70,24 @@ def test_both_engines_as_kv_both(own_fleet: Fleet, alone: Engine) -> None:
     assert [x["tokens"] for x in hand_over(b, a, prompts, PRODUCER)] == expected
     assert moved(a) > 0 and moved(b) > 0
     assert not a.idle()["owed"] and not b.idle()["owed"]
+
+
+def test_with_the_fleets_key(own_fleet: Fleet, consumer: Engine, alone: Engine, tmp_path: Path) -> None:
+    """Who has it reads; who has not fails, and learns why."""
+    key = tmp_path / "fleet.key"
+    key.touch(0o600)
+    key.write_text("5f" * 32)
+    extra = {"kvconn": {"key_file": str(key), "require_auth": True, "allow": ["127.0.0.0/8"]}}
+    p = own_fleet.engine("key-P", ours("kv_producer", kv_connector_extra_config=extra))
+    d = own_fleet.engine("key-D", ours("kv_consumer", kv_connector_extra_config=extra))
+    p.ready(), d.ready()
+    tokens = prompt(100, 60)
+    (answer,) = hand_over(p, d, [tokens], PRODUCER)
+    assert answer["tokens"] == alone.ready().one(tokens)["tokens"] and moved(d) > 0
+    assert not p.idle()["owed"]
+    params = p.one(tokens, 1, params=PRODUCER)["params"]
+    assert consumer.ready().one(tokens, params=params)["reason"] == "error"
+    assert "it wants the fleet's key" in consumer.said()
 
 
 # --- rolling upgrade: one side ours, the other stock; the same checks, and what nothing can prove is counted -------

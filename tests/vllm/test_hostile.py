@@ -180,10 +180,15 @@ REFUSED = {
         {},
         "bidirectional_kv_xfer: unknown key",
     ),
-    "two tensor parallel ranks": (
+    "two pipeline stages": (
         ours("kv_producer"),
-        {"tensor_parallel_size": 2},
-        "parallel.tp: this version transfers at tp 1, got 2",
+        {"pipeline_parallel_size": 2},
+        "parallel.pp: not run in vLLM, expected 1, got 2",
+    ),
+    "another layout than ours": (
+        ours("kv_producer", enable_permute_local_kv=True),
+        {},
+        "enable_permute_local_kv: blocks are read as they lie",
     ),
     "a child that is nobody": (
         {

@@ -13,11 +13,9 @@ from typing import Any
 import pytest
 
 from tests.vllm.conftest import QUICK, Fleet
-from tests.vllm.engines import BLOCK, PRODUCER, Engine, ours
+from tests.vllm.engines import BLOCK, BLOCK_BYTES, PRODUCER, Engine, ours
 from tests.vllm.prompts import prompt
 
-#: keys and values of both layers, two heads, 64 channels of float32
-BLOCK_BYTES = 2 * 2 * 2 * BLOCK * 64 * 4
 #: block hashes that another process computes too
 SEED = {"PYTHONHASHSEED": "0"}
 MULTIS = pytest.mark.parametrize("module", ["kvconn.vllm", None], ids=["our Multi", "stock Multi"])

@@ -21,7 +21,6 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from kvconn.config import FsTierSettings
 from kvconn.errors import ConfigError
@@ -33,6 +32,7 @@ __all__ = ["FsTier"]
 MAGIC = b"kvconn1\n"
 DIGEST = 24
 HEADER = len(MAGIC) + DIGEST
+NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 SUFFIX, TEMPORARY = ".kv", ".tmp-"
 #: seconds after which a temporary file belongs to nobody any more
 ABANDONED = 600.0
@@ -53,7 +53,7 @@ class FsTier(SecondaryTier):
             )
         if not os.path.isdir(settings.root_dir):
             raise ConfigError(f"root_dir: expected a directory that exists, got {settings.root_dir!r}")
-        self._root = Path(settings.root_dir)
+        self._root = settings.root_dir
         self._max = settings.max_bytes
         self._identity = identity
         self._lock = threading.Lock()
@@ -64,7 +64,7 @@ class FsTier(SecondaryTier):
     # -- the tier ------------------------------------------------------------------------------------------------
 
     def present(self, keys: Sequence[bytes]) -> list[bool]:
-        return [all(self._path(key, share).exists() for share in self._identity.shares) for key in keys]
+        return [all(os.path.exists(self._path(key, share)) for share in self._identity.shares) for key in keys]
 
     def write(self, key: bytes, data: bytes) -> bool:
         share = self._share()
@@ -74,7 +74,7 @@ class FsTier(SecondaryTier):
             return True
         content = MAGIC + self._digest(key, share, data) + data
         self._make_room(len(content))
-        temporary = path.with_name(f"{TEMPORARY}{os.getpid()}-{next(_serial)}")
+        temporary = f"{os.path.dirname(path)}/{TEMPORARY}{os.getpid()}-{next(_serial)}"
         try:
             self._write_new(temporary, content)
             os.rename(temporary, path)
@@ -91,7 +91,8 @@ class FsTier(SecondaryTier):
         share = self._share()
         path = self._path(key, share)
         try:
-            content = path.read_bytes()
+            with open(path, "rb", buffering=0) as file:
+                content = file.read()
         except FileNotFoundError:
             return None
         data = content[HEADER:]
@@ -113,13 +114,13 @@ class FsTier(SecondaryTier):
         assert self._identity.share is not None, "a scheduler half moves no bytes"
         return self._identity.share
 
-    def _folder(self, share: str) -> Path:
-        return self._root / self._identity.namespace / share
+    def _folder(self, share: str) -> str:
+        return f"{self._root}/{self._identity.namespace}/{share}"
 
-    def _path(self, key: bytes, share: str) -> Path:
+    def _path(self, key: bytes, share: str) -> str:
         assert 0 < len(key) <= MAX_KEY, "keys are bounded where they come in"
         name = key.hex()
-        return self._folder(share) / name[:2] / f"{name}{SUFFIX}"
+        return f"{self._folder(share)}/{name[:2]}/{name}{SUFFIX}"
 
     def _digest(self, key: bytes, share: str, data: bytes) -> bytes:
         digest = hashlib.blake2b(digest_size=DIGEST)
@@ -129,12 +130,14 @@ class FsTier(SecondaryTier):
         digest.update(data)
         return digest.digest()
 
-    def _write_new(self, path: Path, content: bytes) -> None:
-        if not path.parent.is_dir():
-            if not self._root.is_dir():
-                raise FileNotFoundError(f"{self._root} is gone")
-            path.parent.mkdir(parents=True, exist_ok=True)
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    def _write_new(self, path: str, content: bytes) -> None:
+        try:
+            fd = os.open(path, NEW, 0o600)
+        except FileNotFoundError:
+            if not os.path.isdir(self._root):
+                raise FileNotFoundError(f"{self._root} is gone") from None
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            fd = os.open(path, NEW, 0o600)
         try:
             view = memoryview(content)
             while view:
@@ -169,7 +172,7 @@ class FsTier(SecondaryTier):
         folder = self._folder(self._share())
         old = time.time() - ABANDONED
         for directory in _entries(folder):
-            for entry in _entries(Path(directory.path)) if directory.is_dir(follow_symlinks=False) else ():
+            for entry in _entries(directory.path) if directory.is_dir(follow_symlinks=False) else ():
                 try:
                     stat = entry.stat(follow_symlinks=False)
                 except FileNotFoundError:  # removed by another engine
@@ -179,10 +182,12 @@ class FsTier(SecondaryTier):
                 else:
                     yield stat.st_mtime, stat.st_size, entry.path
 
-    def _remove(self, path: Path) -> None:
+    def _remove(self, path: str) -> None:
         with self._lock:
-            length = path.stat().st_size if path.exists() else 0
-            self._unlink(str(path))
+            length = 0
+            with contextlib.suppress(FileNotFoundError):  # another engine was faster
+                length = os.path.getsize(path)
+            self._unlink(path)
             if self._used is not None:
                 self._used = max(0, self._used - length)
 
@@ -199,7 +204,7 @@ class FsTier(SecondaryTier):
         return f"FsTier({self._root} {used})"
 
 
-def _entries(folder: Path) -> list[os.DirEntry[str]]:
+def _entries(folder: str) -> list[os.DirEntry[str]]:
     try:
         with os.scandir(folder) as found:
             return list(found)

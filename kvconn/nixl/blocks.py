@@ -1,0 +1,39 @@
+"""Pure: which of a request's blocks a producer holds and a consumer fills, by the kind of their cache group.
+
+Rules
+1. An engine's list of a group begins with the prompt's first block; ``NO_BLOCK`` stands where there is none any more.
+2. Of a window only the blocks are held and filled in which the next token can still see something; of state the one
+   slot.
+Counts in tokens of the prompt; ``size`` is a block id's, over all ranks that share it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvconn.base import GroupView
+from kvconn.geometry import blocks_for
+from kvconn.nixl.pairing import NO_BLOCK
+
+__all__ = ["blocks_held", "blocks_to_fill"]
+
+
+def blocks_held(group: GroupView, ids: Sequence[int], tokens: int, size: int) -> tuple[int, ...]:
+    """The blocks that a reader of the first ``tokens`` tokens needs, as a reference names them."""
+    if group.kind == "state":
+        return tuple(ids[-1:])
+    return tuple(ids[_first(group, tokens, size) : blocks_for(tokens, size)])
+
+
+def blocks_to_fill(group: GroupView, ids: Sequence[int], hit: int, tokens: int, size: int) -> tuple[int, ...]:
+    """From block number ``hit`` on, so that afterwards the first ``tokens`` tokens stand as far as they are needed."""
+    if group.kind == "state":
+        return tuple(ids[-1:])
+    first = _first(group, tokens, size)
+    wanted = enumerate(ids[hit : blocks_for(tokens, size)], hit)
+    return tuple(block if number >= first else NO_BLOCK for number, block in wanted)
+
+
+def _first(group: GroupView, tokens: int, size: int) -> int:
+    """The first block that is needed. The last token may be computed again, and sees a whole window before itself."""
+    return max(0, tokens - group.window) // size if group.window is not None else 0
