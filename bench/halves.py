@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -98,8 +99,11 @@ class Halves:
         affinity = os.sched_getaffinity(0)
         with self._as_current():
             self.scheduler = KVConnectorFactory.create_connector(self.config, KVConnectorRole.SCHEDULER, self.cache)
+            start = time.perf_counter()
             self.worker = KVConnectorFactory.create_connector(self.config, KVConnectorRole.WORKER, self.cache)
             self.worker.register_kv_caches(dict(self.tensors))
+            #: what the worker half took to be made and to register its caches
+            self.seconds = time.perf_counter() - start
         os.sched_setaffinity(0, affinity)  # stock binds its process to the last core
         metadata = self.worker.get_handshake_metadata()
         if metadata is not None:

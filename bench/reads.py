@@ -27,20 +27,21 @@ DEADLINE = 60.0
 
 
 def run(rounds: int = 9) -> Iterator[Table]:
-    table = Table(
-        "Bytes: one request between two processes over CMA (ratios of time; GB/s of ours)",
-        ("block x layers x blocks", "pools", "mean run", "ours GB/s", "stock/ours", "ours/raw", "ours/memcpy"),
-    )
-    gathers = Table(
-        "Bytes: gather on P, one large read per layer, scatter on D, against ours (time of gather + read + scatter)",
-        ("block x layers x blocks", "pools", "gathered/ours", "gather GB/s", "scatter GB/s"),
-    )
-    for shape in SHAPES:
-        with Pair(*shape) as pair:
+    for block_bytes, layers, count in SHAPES:
+        what = f"{block_bytes // KIB} KiB x {layers} layers x {count} blocks"
+        table = Table(
+            f"Bytes: one request of {what} between two processes over CMA (ratios of time)",
+            ("pools", "mean run", "ours GB/s", "stock/ours", "ours/raw", "ours/memcpy"),
+        )
+        gathers = Table(
+            f"Bytes: {what}, gather on P, one read per layer, scatter on D",
+            ("pools", "gathered/ours", "gather GB/s", "scatter GB/s"),
+        )
+        with Pair(block_bytes, layers, count) as pair:
             for state in STATES:
                 pair.row(state, rounds, table, gathers)
-    yield table
-    yield gathers
+        yield table
+        yield gathers
 
 
 class Pair:
@@ -77,12 +78,11 @@ class Pair:
         for warm in subjects.values():
             warm()
         got = alternate(subjects, rounds)
-        what = f"{self.block_bytes // KIB} KiB x {self.layers} x {self.count}"
         ours = got["ours"]
-        table.add(what, state, number(mean_run(local, remote)), ours.per(self.nbytes / 1e9), got["stock"].over(ours),
+        table.add(state, number(mean_run(local, remote)), ours.per(self.nbytes / 1e9), got["stock"].over(ours),
                   ours.over(got["raw"]), ours.over(got["memcpy"]))  # fmt: skip
         staged = tuple(map(sum, zip(got["gather"].values, got["raw"].values, got["scatter"].values, strict=True)))
-        gathers.add(what, state, type(ours)(staged).over(ours), got["gather"].per(self.nbytes / 1e9),
+        gathers.add(state, type(ours)(staged).over(ours), got["gather"].per(self.nbytes / 1e9),
                     got["scatter"].per(self.nbytes / 1e9))  # fmt: skip
 
     def _connector(self, kind: Kind, local: list[int], remote: list[int]) -> Callable[[], float]:
