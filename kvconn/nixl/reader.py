@@ -44,7 +44,7 @@ __all__ = ["Reader"]
 
 log = logging.getLogger("kvconn.nixl")
 #: fence words that may be read at once
-SCRATCH = 4096
+SCRATCH = 16384
 #: seconds a poll may wait for a fence word, which takes microseconds on a good day
 SPIN = 200e-6
 #: characters of a reason that travel with a fact
