@@ -187,7 +187,7 @@ class CompletionLedger:
         """Open, incomplete lives older than ``after`` seconds."""
         return [
             _pending(life)
-            for life in self._open.values()
+            for life in list(self._open.values())  # another thread may be asking
             if not life.complete and life.since is not None and now - life.since > after
         ]
 
