@@ -21,7 +21,6 @@ from bench.still import StillAgent, still_agents
 from kvconn.aggregator import KVOutputAggregator
 from kvconn.base import WorkerFacts
 from kvconn.vllm.facade import VllmWorkerFacts
-from kvconn.vllm.multi import VllmMultiFacts
 
 __all__ = ["run"]
 
@@ -42,8 +41,7 @@ def run(rounds: int = 9) -> Iterator[Table]:
     with still_agents():
         yield steps(rounds)
         yield memory()
-        yield ends(rounds, multi=False)
-        yield ends(rounds, multi=True)
+        yield ends(rounds)
         yield aggregator(rounds)
 
 
@@ -138,14 +136,13 @@ def _sizes(kind: Kind, n: int) -> tuple[float, float]:
 # --- requests that end --------------------------------------------------------------------------------------------
 
 
-def ends(rounds: int, multi: bool) -> Table:
-    what = "in a MultiConnector beside one that holds" if multi else "NixlConnector alone"
+def ends(rounds: int) -> Table:
     table = Table(
-        f"Bookkeeping: what the driver does when a sent request ends, 1,000 others pinned, {what} (us of CPU)",
+        "Bookkeeping: what the driver does when a sent request ends, 1,000 others pinned (us of CPU)",
         ("ranks", "ours", "stock", "ours/stock"),
     )
     for world in WORLDS:
-        engines = {kind: Engine(kind, world, multi) for kind in KINDS}
+        engines = {kind: Engine(kind, world) for kind in KINDS}
         few = rounds if world < 1024 else 3
         got = alternate({kind: engine.end_some for kind, engine in engines.items()}, few)
         table.add(f"{world:,}", got["ours"], got["stock"], got["ours"].over(got["stock"]))
@@ -157,8 +154,8 @@ def ends(rounds: int, multi: bool) -> Table:
 class Engine:
     """A producer's driver: rank 0 is real, the others say what it says, under their own numbers."""
 
-    def __init__(self, kind: Kind, world: int, multi: bool) -> None:
-        self.halves = Halves(kind, "kv_producer", blocks=2000, extra=extra(kind), multi=multi, world=world)
+    def __init__(self, kind: Kind, world: int) -> None:
+        self.halves = Halves(kind, "kv_producer", blocks=2000, extra=extra(kind), world=world)
         self.world = world
         self.agent = StillAgent.newest
         self.aggregator = StockAggregator(world)
@@ -207,8 +204,6 @@ def _as_rank(part: Any, rank: int) -> Any:
     meta = part.kv_connector_worker_meta
     if isinstance(meta, VllmWorkerFacts):
         other.kv_connector_worker_meta = VllmWorkerFacts(_facts(meta.inner, rank))
-    elif isinstance(meta, VllmMultiFacts):
-        other.kv_connector_worker_meta = VllmMultiFacts(_facts(meta.inner, rank), dict(meta.native))
     return other
 
 

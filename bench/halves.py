@@ -70,9 +70,8 @@ def _model() -> str:
 class Halves:
     """One engine's two halves over ``layers`` caches of ``blocks`` blocks of ``block_bytes`` bytes.
 
-    ``caches`` are tensors of another's making, by layer name; without them this process allocates some. ``multi``: as a
-    child of a MultiConnector of the same kind, beside one that holds each request for two steps. ``world`` ranks are
-    expected to report; the worker half here is rank 0.
+    ``caches`` are tensors of another's making, by layer name; without them this process allocates some. ``world`` ranks
+    are expected to report; the worker half here is rank 0.
     """
 
     def __init__(
@@ -85,14 +84,13 @@ class Halves:
         block_bytes: int = 4096,
         caches: Mapping[str, torch.Tensor] | None = None,
         extra: Transfer | None = None,
-        multi: bool = False,
         world: int = 1,
     ) -> None:
         self.kind, self.port = kind, free_ports(1)[0]
         self.names = layer_names(layers)
         row = block_bytes // BLOCK_SIZE
         transfer = _transfer(kind, role, extra)
-        self.config = _config(_in_multi(kind, role, transfer) if multi else transfer, blocks, world)
+        self.config = _config(transfer, blocks, world)
         spec = MLAAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=row, dtype=torch.uint8)
         self.cache = KVCacheConfig(blocks, [], [KVCacheGroupSpec(list(self.names), spec)])
         self.tensors = caches or {n: torch.zeros(blocks, 1, BLOCK_SIZE, row, dtype=torch.uint8) for n in self.names}
@@ -189,13 +187,6 @@ def layer_names(layers: int) -> tuple[str, ...]:
 def _transfer(kind: Kind, role: str, extra: Transfer | None) -> dict[str, Any]:
     ours = {"kv_connector_module_path": "kvconn.vllm.nixl"} if kind == "ours" else {}
     return {"kv_connector": "NixlConnector", "kv_role": role, "kv_connector_extra_config": dict(extra or {}), **ours}
-
-
-def _in_multi(kind: Kind, role: str, child: Transfer) -> dict[str, Any]:
-    holder = {"kv_connector": "Holder", "kv_connector_module_path": "bench.holder", "kv_role": role}
-    ours = {"kv_connector_module_path": "kvconn.vllm.multi"} if kind == "ours" else {}
-    extra = {"connectors": [child, holder]}
-    return {"kv_connector": "MultiConnector", "kv_role": role, "kv_connector_extra_config": extra, **ours}
 
 
 def _config(transfer: Transfer, blocks: int, world: int) -> VllmConfig:
