@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from kvconn.base import BlockIds, Fact, FinishReason, KVBlocks, KVCacheView, RequestView, StepView
+from kvconn.base import NO_BLOCK, BlockIds, Fact, FinishReason, KVBlocks, KVCacheView, RequestView, StepView
 from kvconn.config import ConnectorConfig, NixlSettings
 from kvconn.errors import RequestError
 from kvconn.ledger import CompletionGate, CompletionLedger, Emit
@@ -31,7 +31,6 @@ from kvconn.nixl.blocks import blocks_held, blocks_to_fill
 from kvconn.nixl.fence import Fence, FenceSlots, check_signature, fresh_key, prompt_digest, seal, sign
 from kvconn.nixl.handshake import side_of
 from kvconn.nixl.metadata import LoadSpec, NixlHandshake, NixlStep, SendSpec
-from kvconn.nixl.pairing import NO_BLOCK
 from kvconn.nixl.sidechannel import HandshakeServer
 from kvconn.nixl.wire import WireCodec
 from kvconn.params import (

@@ -1,6 +1,6 @@
 """What a hostile or careless peer does to vLLM's own NixlConnector, and what it does to ours: the same, side by side.
 
-    python -m tests.vllm.stock_faults [--only WORD]
+    python -m tests.vllm.stock_faults [--only EXPRESSION]
 
 Real engines, default policy ``fail``: every fault on vLLM's connector, then every one on ours. An engine that ended or
 stands still is replaced. Prints a Markdown table. What ours must do is asserted in test_hostile.py; here nothing is
@@ -30,6 +30,7 @@ Fault = Callable[["Side", list[int]], str]
 #: seconds for an answer; a first contact that fails takes stock 5
 PATIENCE = 45
 START = 150
+ENGINE_ID = r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}"
 TOKENS = prompt(200, 31_000)
 OTHER = prompt(200, 31_001)
 #: changes to what the producer returned
@@ -125,7 +126,7 @@ def why(said: str) -> str:
     mine = re.findall(r"(?:request \S+: refused|rank \d+: load of \S+ failed): (.*)", said)
     theirs = re.findall(r"(?:ERROR|WARNING) [\d-]+ [\d:]+ \[(?:base|pull)_(?:worker|scheduler)\.py:\d+\] (.*)", said)
     found = mine or theirs
-    return f": `{found[0][:200]}`" if found else ""
+    return f": `{re.sub(ENGINE_ID, 'P', found[0])[:160]}`" if found else ""
 
 
 # --- faults ---------------------------------------------------------------------------------------------------------
@@ -183,7 +184,7 @@ def a_taken_port(side: Side, right: list[int]) -> str:
             return "it starts"
         except EngineError:
             if p.process.poll() is None:
-                return f"**start-up hangs** (no word in {START} s)"
+                return f"**start-up hangs** (no word in {START} s): `{last_error(p.said())}`"
             return f"start-up ends: `{last_error(p.said())}`"
         finally:
             p.close()
@@ -206,8 +207,9 @@ FAULTS: dict[str, Fault] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the engines end too
-    parser.add_argument("--only", default="", help="faults whose name has this word")
-    wanted = {name: fault for name, fault in FAULTS.items() if parser.parse_args().only in name}
+    parser.add_argument("--only", default="", help="faults whose name this expression finds")
+    only = parser.parse_args().only
+    wanted = {name: fault for name, fault in FAULTS.items() if re.search(only, name)}
     with tempfile.TemporaryDirectory() as given:
         folder = Path(given)
         command = [sys.executable, "-m", "tests.vllm.models", "llama", str(folder / "llama")]

@@ -208,5 +208,5 @@ def test_what_is_not_there_is_refused_at_start_up(name: str, own_fleet: Fleet) -
     transfer, more, text = REFUSED[name]
     engine = own_fleet.engine("refused", transfer, **more)
     with pytest.raises(EngineError):
-        engine.ready()
+        engine.ready(240)
     assert text in engine.said()
