@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Iterable
 from typing import Generic, TypeVar
 
 import msgspec
@@ -60,12 +61,17 @@ class JobTable(Generic[J]):
 
     def add(self, number: Number, work: J, deadline: float) -> None:
         """A new job."""
+        self.add_all([(number, work)], deadline)
+
+    def add_all(self, jobs: Iterable[tuple[Number, J]], deadline: float) -> None:
+        """New jobs; threads are woken once for all of them, since each waking takes the interpreter from the caller."""
         with self._changed:
-            if self._closed or len(self._waiting) >= self._limit:
-                self._ended.append(Ended(number, False))
-                return
-            self._waiting[number] = _Job(work, deadline, self._attached)
-            self._changed.notify()
+            for number, work in jobs:
+                if self._closed or len(self._waiting) >= self._limit:
+                    self._ended.append(Ended(number, False))
+                else:
+                    self._waiting[number] = _Job(work, deadline, self._attached)
+            self._changed.notify_all()
 
     def claim(self, number: Number) -> J | None:
         """Run a job that waits here and now: the caller is its thread. None: it does not wait."""

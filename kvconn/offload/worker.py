@@ -183,8 +183,9 @@ class OffloadWorker:
     def start_stores(self, now: float) -> None:
         """The step's blocks are computed: begin to store them."""
         mark = self._mark(self._staged_stores)
-        for store in self._staged_stores:
-            self._stores.add((store.n, 0), (store, mark), now + self._limits.store)
+        if self._staged_stores:
+            jobs = [((store.n, 0), (store, mark)) for store in self._staged_stores]
+            self._stores.add_all(jobs, now + self._limits.store)
         self._staged_stores = []
 
     def _mark(self, staged: Sequence[Any]) -> Any:

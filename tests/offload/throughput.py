@@ -6,7 +6,8 @@ are the median over the rounds and the spread, and beside them the same ratio of
 all threads counted, which a busy machine disturbs less. Prompts differ from round to round, so that no round finds what
 an earlier one stored.
 
-Kinds: ``off``, no connector; ``host``, host memory for everything; ``tiering``, files too; ``slow``, files on a disk on
+Kinds: ``off``, no connector; ``again``, the same in a second engine, whose distance from 1 is what this machine does to
+two equal engines; ``host``, host memory for everything; ``tiering``, files too; ``slow``, files on a disk on
 which every call takes ``--disk-ms``.
 """
 
@@ -33,13 +34,13 @@ from tests.offload.faulty import Slow, faulty
 
 SIZE = 16
 MODEL = ModelSpec()
-KINDS = ("off", "host", "tiering", "slow")
+KINDS = ("off", "again", "host", "tiering", "slow")
 BYTES = 1 << 28
 
 
 def transfer_of(kind: str, root: Path, disk_ms: float) -> dict[str, Any] | None:
     settings: dict[str, Any] = {"cpu_bytes_to_use": BYTES}
-    if kind == "off":
+    if kind in ("off", "again"):
         return None
     if kind != "host":
         slow = faulty(Slow, root, seconds=disk_ms / 1e3)
