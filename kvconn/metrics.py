@@ -52,6 +52,8 @@ class Meter:
 
     def take(self) -> Stats | None:
         """What was counted since the last call, or None."""
+        if not self._values:
+            return None
         with self._lock:
             values, self._values = self._values, Counter()
         return Stats(values) if values else None

@@ -33,7 +33,7 @@ TRIES = 40
 #: seconds until a request is tried again, times the tries so far, at most
 AGAIN, AGAIN_MOST = 0.2, 3.0
 #: seconds an abort comes after its request, at most, and the second of two readers
-ABORT_WITHIN, SECOND_WITHIN = 0.1, 2.0
+ABORT_WITHIN, SECOND_WITHIN = 0.02, 2.0
 #: a request that nobody says a word of for so long makes room for another, of at most so many at once
 STUCK, MOST_STUCK = 1.0, 4
 #: tokens that no pool has room for

@@ -79,6 +79,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     died: tuple[str, ...]
     counters: dict[str, float]
     samples: tuple[Sample, ...] = ()
+    #: no engine was ended or stopped, so that everything should have stayed flat
+    soaked: bool = False
 
     @property
     def injected(self) -> int:
@@ -273,4 +275,5 @@ class _Run:
             died=tuple(self._fleet.died),
             counters=self._fleet.counters(),
             samples=tuple(self._sampler.samples),
+            soaked=not self._settings.engines,
         )

@@ -306,7 +306,33 @@ def chaos(
     _run_chaos(as_json, Settings(minutes=minutes, seed=seed, concurrency=concurrency, ucx_tls=ucx_tls))
 
 
-def _run_chaos(as_json: bool, settings: chaos_run.Settings) -> NoReturn:
+@app.command()
+def soak(
+    requests: Annotated[
+        int, typer.Option(min=100, help="Small requests, one after the other in a closed loop.")
+    ] = 20_000,
+    seed: Annotated[int, typer.Option(help="Which requests, aborts and faults.")] = 0,
+    concurrency: Annotated[int, typer.Option(min=1, max=256, help="Requests in flight.")] = 12,
+    picture: Annotated[Path | None, typer.Option(help="Write the curves here, as SVG.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Many small requests, 5% aborted and 1% with a fault: throughput, memory, files and handles must stay flat."""
+    from kvconn.chaos.book import Shares
+    from kvconn.chaos.run import Settings
+
+    settings = Settings(
+        requests=requests,
+        seed=seed,
+        concurrency=concurrency,
+        engines=False,
+        shares=Shares(0.05, 0.01),
+        prompt=96,
+        answer=6,
+    )
+    _run_chaos(as_json, settings, picture)
+
+
+def _run_chaos(as_json: bool, settings: chaos_run.Settings, picture: Path | None = None) -> NoReturn:
     """Run, print, exit."""
     from kvconn.chaos.run import run
     from kvconn.cli import chaos as showing
@@ -325,6 +351,8 @@ def _run_chaos(as_json: bool, settings: chaos_run.Settings) -> NoReturn:
     except KeyboardInterrupt:
         _complain(errors, "interrupted; the engines are shut down")
         sys.exit(INTERRUPTED)
+    if picture is not None:
+        picture.write_text(showing.to_svg(report))
     if as_json:
         _write(console, showing.to_json(report))
     else:

@@ -11,6 +11,8 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from kvconn.chaos.flat import drift, ends, rates
+from kvconn.chaos.picture import svg
 from kvconn.chaos.run import Report
 from kvconn.cli.verdict import FINE, WRONG
 
@@ -41,6 +43,8 @@ def problems(report: Report) -> list[str]:
     for row in report.faults:
         if row.survived < row.injected:
             found.append(f"{row.name}: of {row.injected} only {row.survived} were seen to be survived")
+    if report.soaked:
+        found += drift(report.samples)
     if report.done + len(report.lost) < report.asked:
         found.append(f"of {report.asked} requests {report.done} are done and {len(report.lost)} lost")
     return found
@@ -72,6 +76,13 @@ def print_report(console: Console, report: Report) -> None:
     ):
         totals.add_row(str(name), str(value))
     console.print(totals)
+    if report.soaked and (both := ends(report.samples)) is not None:
+        flat = Table("", "first tenth", "last tenth")
+        flat.add_row("requests/s", *(f"{value:.1f}" for value in both.rate))
+        flat.add_row("memory, MiB", *(f"{value / 2**20:.0f}" for value in both.rss))
+        flat.add_row("open files", *(f"{value:.0f}" for value in both.fds))
+        flat.add_row("posted reads", *(f"{value:.0f}" for value in both.handles))
+        console.print(flat)
     for line in problems(report):
         console.print(line, style="red", highlight=False, markup=False, soft_wrap=True)
 
@@ -79,3 +90,20 @@ def print_report(console: Console, report: Report) -> None:
 def to_json(report: Report) -> str:
     """The report with its exit code."""
     return msgspec.json.encode({"code": code(report), "problems": problems(report), "report": report}).decode()
+
+
+def to_svg(report: Report) -> str:
+    """What was sampled, over the seconds of the run."""
+    samples = report.samples
+    wide = max(1, len(samples) // 60)
+    coarse = samples[::wide]
+    return svg(
+        f"{report.done} of {report.asked} requests, {report.injected} faults and aborts, {report.seconds:.0f} s",
+        [
+            ("requests/s", list(zip((s.at for s in coarse[1:]), rates(coarse), strict=False))),
+            ("memory, MiB", [(s.at, s.rss / 2**20) for s in samples]),
+            ("open files", [(s.at, s.fds) for s in samples]),
+            ("posted reads", [(s.at, s.handles) for s in samples]),
+            ("KV blocks in use", [(s.at, s.kv) for s in samples]),
+        ],
+    )

@@ -35,7 +35,7 @@ class Executor:
 
     def __init__(self, config: EngineConfig, transfer: KVTransferConfig | None, engine_id: str) -> None:
         self._config = config
-        self._folder = tempfile.TemporaryDirectory(prefix="kvconn-engine-")
+        self._folder = tempfile.TemporaryDirectory(prefix=f"kvconn-engine-{os.getpid()}-")
         config = msgspec.structs.replace(config, store=os.path.join(self._folder.name, "store"))
         self._processes: list[BaseProcess] = []
         self._pipes: list[Connection] = []
@@ -43,6 +43,7 @@ class Executor:
             for rank in range(config.parallel.world):
                 self._start(config, transfer, engine_id, rank)
             self._collect(config.start_timeout, "start")
+            self._folder.cleanup()  # they have met; an engine that is killed leaves nothing
         except BaseException:
             self.close()
             raise

@@ -13,14 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from kvconn.base import BlockIds, GroupView
+from kvconn.base import NO_BLOCK, BlockIds, GroupView
 from kvconn.engine.blocks import BlockPool
 from kvconn.engine.request import Request
 from kvconn.geometry import blocks_for
 
-__all__ = ["NO_BLOCK", "Tables"]
-
-NO_BLOCK = -1
+__all__ = ["Tables"]
 
 
 class _Group:

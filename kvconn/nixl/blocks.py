@@ -11,9 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvconn.base import GroupView
+from kvconn.base import NO_BLOCK, GroupView
 from kvconn.geometry import blocks_for
-from kvconn.nixl.pairing import NO_BLOCK
 
 __all__ = ["blocks_held", "blocks_to_fill"]
 

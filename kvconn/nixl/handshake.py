@@ -162,6 +162,8 @@ class Greeting:
             if claimed != real:
                 raise RequestError(f"kv_transfer_params.{field}", f"{real}, which {self._name} has", claimed)
         interleave = ours.interleave if ours is not None else 1
+        if ours is None and said.dcp > 1:  # a stock engine with this connector deals whole blocks
+            interleave = metadata.block_size * metadata.physical_blocks_per_logical_kv_block
         heads = side_of(self._ours.config).kv_heads
         return Side(heads, said.tp, said.pp, said.dcp, interleave)
 

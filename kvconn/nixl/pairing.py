@@ -24,10 +24,8 @@ from kvconn.geometry import blocks_for
 from kvconn.nixl.plan import Lane, Memory, Permute, Plan, Slots
 from kvconn.transport.base import Descs, MemType
 
-__all__ = ["NO_BLOCK", "Read", "pair_units", "permuted", "ranges", "reads", "to_runs"]
+__all__ = ["Read", "pair_units", "permuted", "ranges", "reads", "to_runs"]
 
-#: in a list of blocks to fill: nothing is to be filled here
-NO_BLOCK: Final = -1
 FIELD: Final = "kv_transfer_params.remote_block_ids"
 Ints = npt.NDArray[np.int64]
 

@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 
-from kvconn.base import FactState, KVCacheView
+from kvconn.base import NO_BLOCK, FactState, KVCacheView
 from kvconn.config import LIMITS, NixlSettings
 from kvconn.errors import RequestError, TransportError
 from kvconn.geometry import Place
@@ -32,7 +32,7 @@ from kvconn.nixl.checks import Checks, Verdict
 from kvconn.nixl.contacts import Contacts
 from kvconn.nixl.fence import WORD, Fence, FenceWords, seal_fits
 from kvconn.nixl.metadata import LoadSpec
-from kvconn.nixl.pairing import NO_BLOCK, Ints, Read, permuted, reads
+from kvconn.nixl.pairing import Ints, Read, permuted, reads
 from kvconn.nixl.peers import Peer, Source
 from kvconn.nixl.permute import put_in_order
 from kvconn.nixl.plan import Permute
@@ -44,7 +44,7 @@ __all__ = ["Reader"]
 
 log = logging.getLogger("kvconn.nixl")
 #: fence words that may be read at once
-SCRATCH = 4096
+SCRATCH = 16384
 #: seconds a poll may wait for a fence word, which takes microseconds on a good day
 SPIN = 200e-6
 #: characters of a reason that travel with a fact
@@ -128,12 +128,15 @@ class Reader:
             self._fail(load.id, why or "this rank has no NIXL agent", now)
             return
         try:
+            fence = self._admit(load, ref, peer)
             planned = self._plan(load, ref, peer)
-            self._admit(load, ref, peer, [source for source, read in planned if read])
+            sources = [source for source, read in planned if read]
+            if fence is not None and sources:
+                self._arm(load.id, fence, sources)
         except RequestError as err:
             self._fail(load.id, str(err), now)
             return
-        orders = permuted([source.plan for source, read in planned if read], load.local)
+        orders = permuted([source.plan for source in sources], load.local)
         if orders:
             self._orders[load.id] = orders
         for source, read in planned:
@@ -171,25 +174,28 @@ class Reader:
         self._meter.add("nixl_num_descriptors", len(read.local))
         return True
 
-    def _admit(self, load: LoadSpec, ref: RemoteRef, peer: Peer, sources: list[Source]) -> None:
-        """May this reference be read at all? Arms the check of a fence per source. Raises RequestError."""
-        if not sources:
-            return
-        plan = sources[0].plan
+    def _admit(self, load: LoadSpec, ref: RemoteRef, peer: Peer) -> Fence | None:
+        """May this reference be read at all, and what is its fence? Raises RequestError."""
+        plan = peer.sources[0].plan if peer.sources else None
+        if plan is None:
+            return None
         if plan.fence is None:
             self._admit_unfenced(load, peer)
-            return
+            return None
         ours = ref.kvconn
         if ours is None or ours.slot is None or ours.word is None or not seal_fits(plan.seal_key, ref, load.prompt):
             self._meter.add("seals_refused")
             raise RequestError(
                 "kv_transfer_params", f"what {peer.name} returned, unchanged (its seal does not fit)", ref
             )
+        return Fence(ours.slot, ours.word)
+
+    def _arm(self, id: str, fence: Fence, sources: Sequence[Source]) -> None:
+        """Its word will be looked at in each of these ranks. Raises RequestError."""
         slots = min(source.plan.fence.fence_slots for source in sources if source.plan.fence is not None)
-        if ours.slot >= slots:
-            raise RequestError("kv_transfer_params.kvconn.slot", f"below {slots}", ours.slot)
-        places = [source.place for source in sources]
-        if not self._checks.begin(load.id, Fence(ours.slot, ours.word), places):
+        if fence.slot >= slots:
+            raise RequestError("kv_transfer_params.kvconn.slot", f"below {slots}", fence.slot)
+        if not self._checks.begin(id, fence, [source.place for source in sources]):
             raise RequestError("kv_transfer_params", f"at most {SCRATCH} fence words read at once", len(self._checks))
 
     def _admit_unfenced(self, load: LoadSpec, peer: Peer) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from kvconn.base import BlockIds, Fact, FinishReason, KVBlocks, KVCacheView, RequestView, StepView
+from kvconn.base import NO_BLOCK, BlockIds, Fact, FinishReason, KVBlocks, KVCacheView, RequestView, StepView
 from kvconn.config import ConnectorConfig, NixlSettings
 from kvconn.errors import RequestError
 from kvconn.ledger import CompletionGate, CompletionLedger, Emit
@@ -31,7 +31,6 @@ from kvconn.nixl.blocks import blocks_held, blocks_to_fill
 from kvconn.nixl.fence import Fence, FenceSlots, check_signature, fresh_key, prompt_digest, seal, sign
 from kvconn.nixl.handshake import side_of
 from kvconn.nixl.metadata import LoadSpec, NixlHandshake, NixlStep, SendSpec
-from kvconn.nixl.pairing import NO_BLOCK
 from kvconn.nixl.sidechannel import HandshakeServer
 from kvconn.nixl.wire import WireCodec
 from kvconn.params import (
@@ -99,6 +98,8 @@ class NixlScheduler:
         self._trust = load_trust(settings.kvconn)
         warn_without_key(self._trust)
         self._server: HandshakeServer | None = None
+        #: of the server's refusals, those that are in the meter
+        self._refused = 0
         self._published: dict[tuple[int, int], bytes] = {}
 
     # -- consumer ------------------------------------------------------------------------------------------------
@@ -256,6 +257,9 @@ class NixlScheduler:
     def step(self, view: StepView, now: float) -> NixlStep:
         """Everything that happened since the last step, for the worker halves."""
         self._fences.step()
+        if self._server is not None and self._server.refused > self._refused:
+            self.meter.add("handshakes_refused", self._server.refused - self._refused)
+            self._refused = self._server.refused
         for id in [id for id, (_, until) in self._telling.items() if until <= now]:
             del self._telling[id]
         for ref in self._releases:

@@ -211,7 +211,8 @@ class _Line:
             curve.ask(self.socket)
         self.socket.setsockopt(zmq.IPV6, int(":" in address))
         self.socket.connect(endpoint(address, self.ask.key[2]))
-        self.socket.send_multipart([b"", encode_request(self.ask.pp, self.ask.tp)], zmq.NOBLOCK)
+        with contextlib.suppress(zmq.Again):  # refused before we could ask: the monitor says why
+            self.socket.send_multipart([b"", encode_request(self.ask.pp, self.ask.tp)], zmq.NOBLOCK)
 
     def close(self) -> None:
         self.socket.disable_monitor()

@@ -114,8 +114,6 @@ def landing(
     native = plain(mine.heads * row, mine.heads, mine.tokens, tokens_first)
     if native is None or (native.head_stride, native.token_stride) != (mine.head_stride, mine.token_stride):
         return None
-    if mine.parts > 1 and mine.part_stride != mine.heads * row:
-        return None
     if tokens_first and theirs.token_stride == theirs.size:
         as_they_are = msgspec.structs.replace(mine, head_stride=row, token_stride=mine.size)
         return as_they_are, first * row, (mine.parts, mine.heads, mine.tokens, mine.size)

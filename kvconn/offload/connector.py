@@ -82,7 +82,7 @@ class OffloadingConnector(KVConnector):
         return self._scheduler
 
     def on_new_request(self, request: RequestView) -> None:
-        self.scheduler.arrived(request)
+        self.scheduler.arrived(request, self._clock())
 
     def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> tuple[int | None, bool]:
         return self.scheduler.match(request, num_computed_tokens, self._clock())

@@ -36,7 +36,10 @@ class Lookups:
         self._tiers = tiers
         self._table: JobTable[_Question] = JobTable(limit, attached=False)
         self._runner = Runner("kvconn-offload-lookup", THREADS, self._table, self._ask) if tiers else None
+        self._limit = limit
         self._serial = 0
+        #: the newest question that was waited for
+        self._waited: Number = (0, 0)
         self._open: dict[str, Number] = {}
         self._found: dict[Number, set[bytes]] = {}
         self._answers: dict[str, set[bytes]] = {}
@@ -57,7 +60,18 @@ class Lookups:
         self._serial += 1
         number = self._open[id] = (self._serial, 0)
         self._table.add(number, _Question(id, tuple(keys)), deadline)
-        self._table.settle(number, LIMITS.lookup_inline)
+
+    def soon(self, id: str, now: float) -> set[bytes] | None:
+        """The answer, waited for a moment, once a question (rule 1)."""
+        number = self._open.get(id)
+        if number is not None and number > self._waited:
+            self._waited = number
+            self._table.settle(number, LIMITS.lookup_inline)
+        return self.answer(id, now)
+
+    def roomy(self) -> bool:
+        """Another question would not wait behind many: what is asked ahead of its turn must not crowd out the rest."""
+        return len(self._open) < self._limit // 2
 
     def answer(self, id: str, now: float) -> set[bytes] | None:
         """Keys that seem to be there; None: not known yet, or not asked."""

@@ -73,9 +73,14 @@ class OffloadScheduler:
 
     # -- what could be loaded ------------------------------------------------------------------------------------
 
-    def arrived(self, view: RequestView) -> None:
-        """A request entered the queue."""
+    def arrived(self, view: RequestView, now: float) -> None:
+        """A request entered the queue: the disks are asked while it waits for its turn."""
         self._requests[view.id] = Tracked(view)
+        if self._offers and self.lookups.usable(now) and self.lookups.roomy():
+            keys = view.block_hashes()[: (view.n_total - 1) // self._size]
+            unknown = next((at for at, key in enumerate(keys) if not self.index.stored(key)), len(keys))
+            if unknown < len(keys):
+                self.lookups.ask(view.id, keys[unknown:], now + 2 * self._limits.lookup)
 
     def match(self, view: RequestView, local_tokens: int, now: float) -> tuple[int | None, bool]:
         """Tokens beyond ``local_tokens`` that can be loaded; None: some are on their way, ask again."""
@@ -117,7 +122,7 @@ class OffloadScheduler:
         if found is None:
             # twice as long as the request waits: whoever waits in vain lets the disk rest
             self.lookups.ask(id, content.hashes[at:stop], now + 2 * self._limits.lookup)
-            found = self.lookups.answer(id, now)
+            found = self.lookups.soon(id, now)
         if found is None:
             return True
         if key not in found or self.book.count("fetch") >= self._limits.fetches_max:

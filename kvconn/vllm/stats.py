@@ -32,6 +32,7 @@ OURS: dict[str, str] = {
     "stale_reads": "Reads whose blocks the producer had let go of before they ended; failed, never handed over.",
     "unfenced_reads": "Reads from peers without fences, which nothing can prove.",
     "params_refused": "Requests whose kv_transfer_params were wrong.",
+    "handshakes_refused": "Connections and requests on the side channel that were refused: key, network or rate.",
     "seals_refused": "Requests whose kv_transfer_params were not what the producer returned.",
     "notifications_malformed": "Notifications from peers that could not be read.",
     "agent_recreations": "NIXL agents made anew because a transfer never ended.",

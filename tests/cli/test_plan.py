@@ -184,6 +184,17 @@ class TestLive:
         found = told(run("--from", address, "--p", json.dumps({**GQA, "tp": 2}), "--d", json.dumps(GQA), "--json"))
         assert [edge["source"]["tp"] for edge in found["edges"]] == [0, 1]
 
+    def test_ranks_of_two_engines_are_not_taken_for_one(self) -> None:
+        shape = parse_shape({**GQA, "tp": 2}, "p")
+        ranks = {(0, tp): payload(shape, Place(0, tp), engine_id=f"life {tp}") for tp in range(2)}
+        server = HandshakeServer("127.0.0.1", port := free_port(), ranks)
+        try:
+            result = run("--from", f"127.0.0.1:{port}", "--d", json.dumps(GQA))
+        finally:
+            server.close()
+        assert result.exit_code == 1
+        assert "ranks of 2 engines answered" in result.stderr
+
     def test_who_answers_wrongly_is_named_and_1(self) -> None:
         server = HandshakeServer("127.0.0.1", port := free_port(), {(0, 0): b"rubbish"})
         try:
@@ -201,3 +212,11 @@ def test_a_description_registers_what_an_engine_of_that_shape_would() -> None:
     assert cache.kernel_blocks == 2
     assert {region.length for region in cache.regions} == {4 * 8 * 64 * 2}
     assert len({region.base for region in cache.regions}) == 8
+
+
+def test_where_heads_are_outside_of_layers_a_head_is_a_row_of_all_layers() -> None:
+    cache = cache_of(parse_shape({**GQA, "layout": "BHLNC"}, "d"), Place(0, 0))
+    row = 16 * 64 * 2 * 2
+    assert [region.base - cache.regions[0].base for region in cache.regions] == [0, row, 2 * row, 3 * row]
+    assert {region.stride for region in cache.regions} == {8 * 4 * row}
+    assert {region.cells.head_stride for region in cache.regions if region.cells is not None} == {4 * row}

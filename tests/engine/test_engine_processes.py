@@ -6,9 +6,11 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -185,6 +187,7 @@ class TestDeaths:
         with pytest.raises(EngineDeadError, match="engine gone"):
             engine.submit(ENDLESS)
         assert_all_end(pids)
+        assert list(Path(tempfile.gettempdir()).glob(f"kvconn-engine-{pids[0]}-*")) == [], "where its ranks met"
 
     def test_a_killed_driver_leaves_no_process_of_a_busy_or_an_idle_engine(self) -> None:
         command = [sys.executable, "-m", "tests.engine.driver"]

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvconn.base import FinishReason, KVConnectorOutput, RequestView
+from kvconn.base import NO_BLOCK, FinishReason, KVConnectorOutput, RequestView
 from kvconn.engine.blocks import BlockPool
 from kvconn.engine.config import ModelSpec
 from kvconn.engine.request import EngineRequest, Finished, FirstToken, Status
 from kvconn.engine.scheduler import Step
-from kvconn.engine.tables import NO_BLOCK, present
+from kvconn.engine.tables import present
 from kvconn.geometry import blocks_for
 from tests.engine.driving import Answer, Bench, ScriptedConnector, unique_tokens
 

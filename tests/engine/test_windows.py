@@ -8,11 +8,11 @@ import msgspec
 import pytest
 import torch
 
-from kvconn.base import GroupView
+from kvconn.base import NO_BLOCK, GroupView
 from kvconn.engine.config import EngineConfig, ModelSpec, cache_groups, check
 from kvconn.engine.content import ContentAddressed
 from kvconn.engine.request import EngineRequest, Request
-from kvconn.engine.tables import NO_BLOCK, Tables, present
+from kvconn.engine.tables import Tables, present
 from kvconn.errors import ConfigError
 from tests.engine.driving import Bench, ScriptedConnector, unique_tokens
 from tests.engine.test_model import Run, asks

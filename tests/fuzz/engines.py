@@ -55,6 +55,8 @@ class _Client:
 class _Server:
     """Publishes to the fuzzer."""
 
+    refused = 0
+
     def __init__(self, payloads: dict[tuple[int, int], bytes], *_: Any) -> None:
         self.payload = payloads[0, 0]
 

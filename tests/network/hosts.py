@@ -1,4 +1,4 @@
-"""Two hosts on this one: network namespaces with a veth pair, and a forwarder of ours that delays and loses.
+"""Two hosts on this one: network namespaces with a veth pair, or with a cable of ours that delays and loses.
 
 Rules
 1. Everything made is removed, whatever happened; names carry this process's id.
@@ -11,12 +11,13 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from functools import cache
 from types import TracebackType
 
 __all__ = ["ENV", "Hosts", "why_not"]
 
-ENV = {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "veth0"}
+ENV = {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "wire0"}
 SECONDS = 20.0
 
 
@@ -43,9 +44,15 @@ def why_not() -> str:
 
 
 class Hosts:
-    """Host ``a`` has the address ``10.77.0.1``, ``b`` ``10.77.0.2``; each its own ``veth0``."""
+    """Host ``a`` has the address ``10.77.0.1``, ``b`` ``10.77.0.2``; each its own ``wire0``.
 
-    def __init__(self) -> None:
+    ``delay`` in seconds and ``loss`` as a share: the cable is a forwarder of ours, else a veth pair.
+    """
+
+    def __init__(self, delay: float = 0.0, loss: float = 0.0) -> None:
+        self._cable = (delay, loss) if delay or loss else None
+        self._forwarder: subprocess.Popen[str] | None = None
+        self.carried = (0, 0)
         self._tag = f"kv{os.getpid()}"
         self.names = {side: f"{self._tag}{side}" for side in "ab"}
         self.addresses = {"a": "10.77.0.1", "b": "10.77.0.2"}
@@ -59,15 +66,32 @@ class Hosts:
         return self
 
     def _make(self) -> None:
-        for side, name in self.names.items():
+        for name in self.names.values():
             run("ip", "netns", "add", name)
             run("ip", "-n", name, "link", "set", "lo", "up")
-            assert side in self.addresses
         a, b = self.names.values()
-        run("ip", "-n", a, "link", "add", "veth0", "type", "veth", "peer", "name", "veth0", "netns", b)
+        if self._cable is None:
+            run("ip", "-n", a, "link", "add", "wire0", "type", "veth", "peer", "name", "wire0", "netns", b)
+        else:
+            for name in (a, b):
+                run("ip", "-n", name, "tuntap", "add", "dev", "wire0", "mode", "tun")
+            self._forward(a, b, *self._cable)
         for side, name in self.names.items():
-            run("ip", "-n", name, "addr", "add", f"{self.addresses[side]}/24", "dev", "veth0")
-            run("ip", "-n", name, "link", "set", "veth0", "up")
+            run("ip", "-n", name, "addr", "add", f"{self.addresses[side]}/24", "dev", "wire0")
+            run("ip", "-n", name, "link", "set", "wire0", "up")
+
+    def _forward(self, a: str, b: str, delay: float, loss: float) -> None:
+        command = [sys.executable, "-m", "tests.network.forwarder", a, b, "wire0", str(delay), str(loss), "1"]
+        self._forwarder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert self._forwarder.stdout is not None and self._forwarder.stdout.readline() == "ready\n"
+
+    def unplug(self) -> tuple[int, int]:
+        """End the forwarder. Returns packets carried and lost."""
+        if self._forwarder is not None:
+            told, _ = self._forwarder.communicate(timeout=SECONDS)
+            carried, lost = map(int, told.split())
+            self._forwarder, self.carried = None, (carried, lost)
+        return self.carried
 
     def prefix(self, side: str) -> tuple[str, ...]:
         """What a command begins with to run there."""
@@ -75,18 +99,22 @@ class Hosts:
 
     def link(self, up: bool) -> None:
         """The cable between them."""
-        run("ip", "-n", self.names["a"], "link", "set", "veth0", "up" if up else "down")
+        run("ip", "-n", self.names["a"], "link", "set", "wire0", "up" if up else "down")
 
     def rate(self, rate: str | None) -> None:
         """Both directions at most so fast, as tc says it; None: as fast as they can."""
         for name in self.names.values():
             if rate is None:
-                run("tc", "-n", name, "qdisc", "del", "dev", "veth0", "root")
+                run("tc", "-n", name, "qdisc", "del", "dev", "wire0", "root")
             else:
                 shape = ("tbf", "rate", rate, "burst", "32kbit", "latency", "400ms")
-                run("tc", "-n", name, "qdisc", "replace", "dev", "veth0", "root", *shape)
+                run("tc", "-n", name, "qdisc", "replace", "dev", "wire0", "root", *shape)
 
     def close(self) -> None:
+        if self._forwarder is not None:
+            self._forwarder.kill()
+            self._forwarder.communicate()
+            self._forwarder = None
         for name in self.names.values():
             subprocess.run(["ip", "netns", "del", name], capture_output=True, timeout=SECONDS, check=False)
 

@@ -474,6 +474,14 @@ class TestEngines:
         read(p, d, p.prefill("a", [3, 4], 1))
         assert d.failed == ["r"] and why in d.reasons["r"]
 
+    def test_who_was_refused_is_counted_once(self, sides: Callable[..., Side]) -> None:
+        p = sides("P", NIXL_PRODUCER, SECRET)
+        with stock(p.config.port):
+            wait_until(lambda: p.step() is not None and p.stats.values.get("handshakes_refused", 0) >= 1)
+        half: Any = p.scheduler
+        wait_until(lambda: p.step() is not None and half.scheduler._refused == half.scheduler._server.refused)
+        assert p.stats.values["handshakes_refused"] == half.scheduler._refused
+
     def test_a_host_outside_of_the_networks_fails_the_load_and_says_so(
         self, sides: Callable[..., Side], caplog: pytest.LogCaptureFixture
     ) -> None:

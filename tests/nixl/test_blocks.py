@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvconn.base import GroupView
+from kvconn.base import NO_BLOCK, GroupView
 from kvconn.nixl.blocks import blocks_held, blocks_to_fill
-from kvconn.nixl.pairing import NO_BLOCK
 
 FULL, WINDOW, STATE = GroupView("full", ()), GroupView("window", (), 20), GroupView("state", ())
 IDS = (3, 9, 4, 5)

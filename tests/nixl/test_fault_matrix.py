@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from kvconn.base import FinishReason, RequestView, StepView
+from kvconn.config import ParallelConfig
 from kvconn.testing import ManualClock
 from tests.nixl.pairs import LEASE, Net
 from tests.support import NIXL_CONSUMER, Side
@@ -119,7 +120,7 @@ def test_a_transfer_that_raises_fails_its_request_and_its_blocks_come_back_when_
 
 def test_of_two_reads_one_fails_and_the_other_writes_on_until_it_is_quiet(net: Net) -> None:
     """D's one rank reads half of the heads from each of P's two; the first handle fails at once, the second later."""
-    p, d = net.producer(tp=2, heads=2), net.consumer(heads=2)
+    p, d = net.producer(parallel=ParallelConfig(tp=2), heads=2), net.consumer(heads=2)
     serve(net, p, d, "before", 1)
     net.load(d, "a", p.prefill("a", THEIRS, 2), OURS)
     p.step()

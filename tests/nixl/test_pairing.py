@@ -14,9 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvconn.base import NO_BLOCK
 from kvconn.errors import RequestError
 from kvconn.geometry import Region
-from kvconn.nixl.pairing import NO_BLOCK, pair_units, permuted, ranges, reads, to_runs
+from kvconn.nixl.pairing import pair_units, permuted, ranges, reads, to_runs
 from kvconn.nixl.plan import Lane, Memory, Permute, Plan, Slots
 
 FUZZ = settings(derandomize=True, database=None, deadline=None, max_examples=200)

@@ -73,6 +73,14 @@ def test_pools_of_different_size_are_no_problem_and_bound_their_ids() -> None:
     assert [lane.pool for lane in got.lanes] == [3, 2]
 
 
+def test_a_pool_is_counted_in_the_blocks_that_ids_name() -> None:
+    got = plan(
+        block_size=4, physical_blocks_per_logical_kv_block=4, num_blocks=23, region_num_blocks=None, block_lens=[16, 16]
+    )
+    assert isinstance(got, Plan)
+    assert [lane.pool for lane in got.lanes] == [5, 5]
+
+
 def test_replicated_pcp_on_the_producer_asks_nothing_of_the_reader() -> None:
     assert plan(pcp_size=8) == plan()
 

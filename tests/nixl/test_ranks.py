@@ -227,6 +227,17 @@ class TestWhole:
         fleet.until(lambda: bool(p.sent and d.received))
         assert d.holds([1, 2], 1)
 
+    def test_a_rank_waits_for_the_last_of_its_readers(self, fleet: Fleet) -> None:
+        p, d = fleet.pair(1, 2, 4)
+        d.load("r", p.prefill("a", [3, 4], seed=1), [1, 2])
+        fleet.net.stop(agent(d, 1))
+        for _ in range(5):
+            fleet.until(lambda: True)
+        assert [owed.ranks for owed in d.aggregator.pending()] == [(1,)] and p.sent == []
+        fleet.net.cont(agent(d, 1))
+        fleet.until(lambda: bool(p.sent and d.received))
+        assert d.failed == [] and d.holds([1, 2], 1)
+
     @pytest.mark.parametrize(("p_tp", "d_tp", "heads"), PAIRS)
     def test_heartbeats_reach_every_rank_also_those_that_nobody_reads(
         self, fleet: Fleet, p_tp: int, d_tp: int, heads: int
@@ -268,6 +279,19 @@ class TestFaults:
         fleet.until(lambda: "r" in d.received)
         assert d.failed == ["r"] and "pp 0 tp 1" in d.reasons["r"] and d.holds([5, 6], 3)
         assert half(d, 0)._contacts._asked == {}
+
+    def test_several_ranks_that_never_answer_are_one_failure(self, fleet: Fleet) -> None:
+        p, d = fleet.pair(4, 1, 4)
+        fleet.silent = {(0, 1), (0, 2)}
+        d.load("r", p.prefill("a", [3, 4], seed=2), [3, 4])
+        fleet.until(lambda: len(fleet.asked) == 4, d)
+        fleet.clock.advance(11.0)
+        fleet.until(lambda: d.received == ["r"], d)
+        fleet.silent = set()
+        fleet.clock.advance(1.1)  # the first backoff
+        d.load("again", p.prefill("b", [5, 6], seed=3), [5, 6])
+        fleet.until(lambda: "again" in d.received)
+        assert d.failed == ["r"] and d.holds([5, 6], 3)
 
     def test_a_rank_that_stops_keeps_the_blocks_in_quarantine_until_it_goes_on(self, fleet: Fleet) -> None:
         p, d = fleet.pair(2, 1, 4)

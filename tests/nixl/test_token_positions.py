@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvconn.base import GroupView
+from kvconn.base import NO_BLOCK, GroupView
 from kvconn.geometry import Place, RankCache, Region
-from kvconn.nixl.pairing import NO_BLOCK, Read, permuted, reads
+from kvconn.nixl.pairing import Read, permuted, reads
 from kvconn.nixl.permute import permute_blocks
 from kvconn.nixl.plan import Incompatible, Plan, make_plan, missing, routes
 from tests.nixl.geometries import Engine, Group, Rank, name, other, ranks

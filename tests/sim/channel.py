@@ -18,6 +18,8 @@ Directory = dict[tuple[str, int], dict[tuple[int, int], bytes]]
 class Server:
     """Publishes payloads in a dictionary."""
 
+    refused = 0
+
     def __init__(self, directory: Directory, host: str, port: int, payloads: Mapping[tuple[int, int], bytes]) -> None:
         self._directory, self._place = directory, (host, port)
         self.replace(payloads)
