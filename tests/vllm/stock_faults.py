@@ -126,7 +126,7 @@ def why(said: str) -> str:
     mine = re.findall(r"(?:request \S+: refused|rank \d+: load of \S+ failed): (.*)", said)
     theirs = re.findall(r"(?:ERROR|WARNING) [\d-]+ [\d:]+ \[(?:base|pull)_(?:worker|scheduler)\.py:\d+\] (.*)", said)
     found = mine or theirs
-    return f": `{re.sub(ENGINE_ID, 'P', found[0])[:160]}`" if found else ""
+    return f": `{re.sub(ENGINE_ID, 'P', found[0].split(' | ')[0])[:160]}`" if found else ""
 
 
 # --- faults ---------------------------------------------------------------------------------------------------------
