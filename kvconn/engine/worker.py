@@ -90,7 +90,7 @@ class Worker:
         """Rule 1."""
         connector = self._connector
         if connector is None or metadata is None:
-            return self._output(self._forward(step), None, step)
+            return self._output(self._forward(step), None)
         connector.handle_preemptions(metadata)
         connector.bind_connector_metadata(metadata)
         if step.loads_first:
@@ -109,9 +109,11 @@ class Worker:
             kv_connector_worker_meta=connector.build_connector_worker_meta(),
         )
         connector.clear_connector_metadata()
-        return self._output(tokens, part, step)
+        return self._output(tokens, part)
 
     def _forward(self, step: Step) -> dict[str, int]:
+        if isinstance(self._model, ContentAddressed):  # before the forward: an id may be back in the step that ends it
+            self._model.forget(step.view.finished)
         if not step.requests:
             return {}
         return self._model.forward(step.requests, self._before_layer, self._after_layer)
@@ -124,9 +126,7 @@ class Worker:
         if self._connector is not None:
             self._connector.save_kv_layer(self._names[index])
 
-    def _output(self, tokens: dict[str, int], part: KVConnectorOutput | None, step: Step) -> WorkerOutput:
-        if isinstance(self._model, ContentAddressed):
-            self._model.forget(step.view.finished)
+    def _output(self, tokens: dict[str, int], part: KVConnectorOutput | None) -> WorkerOutput:
         return WorkerOutput(tokens, part, self._model.min_margin)
 
     def digest(self, blocks: Sequence[int]) -> str:

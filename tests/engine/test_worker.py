@@ -120,6 +120,18 @@ def test_an_empty_step_is_the_same_without_the_forward(worker: Worker) -> None:
     assert output.tokens == {} and output.kv_connector_output is not None
 
 
+def test_an_id_may_be_back_in_the_step_that_ends_it(worker: Worker) -> None:
+    """Aborted and submitted again between two steps: the new life's tokens are its own."""
+
+    def token(id: str, start: int, tokens: tuple[int, ...], *ended: str) -> int:
+        requests = (Scheduled(id, start, len(tokens), start, tokens, ((0, 1),), True, start > 0),)
+        return worker.step(Step(requests, StepView(1, (), (), ended), True), ConnectorMetadata()).tokens[id]
+
+    token("a", 0, (9, 9, 9))
+    first = token("a", 0, (1, 2, 3), "a")
+    assert (first, token("a", 3, (first,))) == ((other := token("b", 0, (1, 2, 3))), token("b", 3, (other,)))
+
+
 def test_close_shuts_the_connector_down(worker: Worker) -> None:
     worker.close()
     assert CALLS[-1] == ("shutdown",)
