@@ -11,8 +11,7 @@ Rules
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-import msgspec
+from dataclasses import dataclass, field
 
 from kvconn.config import LIMITS
 from kvconn.offload.jobs import JobTable, Number
@@ -24,9 +23,13 @@ __all__ = ["Lookups"]
 THREADS = 2
 
 
-class _Question(msgspec.Struct, frozen=True):
+@dataclass
+class _Question:
+    """``found`` is written by one thread before its job returns, and read after that."""
+
     id: str
     keys: tuple[bytes, ...]
+    found: set[bytes] = field(default_factory=set)
 
 
 class Lookups:
@@ -40,8 +43,9 @@ class Lookups:
         self._serial = 0
         #: the newest question that was waited for
         self._waited: Number = (0, 0)
-        self._open: dict[str, Number] = {}
-        self._found: dict[Number, set[bytes]] = {}
+        #: questions not answered yet, and by request their numbers
+        self._open: dict[Number, _Question] = {}
+        self._numbers: dict[str, Number] = {}
         self._answers: dict[str, set[bytes]] = {}
         self._rests_until = float("-inf")
 
@@ -55,15 +59,17 @@ class Lookups:
 
     def ask(self, id: str, keys: Sequence[bytes], deadline: float) -> None:
         """Begin to find out which of ``keys`` can be fetched. Asked before: nothing."""
-        if id in self._open or id in self._answers:
+        self._drain()
+        if id in self._numbers or id in self._answers:
             return
         self._serial += 1
-        number = self._open[id] = (self._serial, 0)
-        self._table.add(number, _Question(id, tuple(keys)), deadline)
+        number = self._numbers[id] = (self._serial, 0)
+        question = self._open[number] = _Question(id, tuple(keys))
+        self._table.add(number, question, deadline)
 
     def soon(self, id: str, now: float) -> set[bytes] | None:
         """The answer, waited for a moment, once a question (rule 1)."""
-        number = self._open.get(id)
+        number = self._numbers.get(id)
         if number is not None and number > self._waited:
             self._waited = number
             self._table.settle(number, LIMITS.lookup_inline)
@@ -76,16 +82,22 @@ class Lookups:
     def answer(self, id: str, now: float) -> set[bytes] | None:
         """Keys that seem to be there; None: not known yet, or not asked."""
         self._table.expire(now)
-        for ended in self._table.take_ended():
-            found = self._found.pop(ended.number, set())
-            for asked in [one for one, number in self._open.items() if number == ended.number]:
-                del self._open[asked]
-                self._answers[asked] = found if ended.fine else set()
+        self._drain()
         return self._answers.get(id)
+
+    def _drain(self) -> None:
+        """Take in what the threads found; nobody may want it any more."""
+        for ended in self._table.take_ended():
+            question = self._open.pop(ended.number, None)
+            if question is not None:
+                del self._numbers[question.id]
+                self._answers[question.id] = question.found if ended.fine else set()
 
     def forget(self, id: str) -> None:
         """Nobody waits for this answer any more."""
-        self._open.pop(id, None)
+        number = self._numbers.pop(id, None)
+        if number is not None:
+            del self._open[number]
         self._answers.pop(id, None)
 
     def missed(self, key: bytes) -> None:
@@ -95,11 +107,8 @@ class Lookups:
 
     def _ask(self, number: Number, question: _Question) -> bool:
         keys = [key for key in question.keys if 0 < len(key) <= MAX_KEY]
-        found: set[bytes] = set()
         for tier in self._tiers:
-            found.update(key for key, there in zip(keys, tier.present(keys), strict=True) if there)
-        if self._table.stands(number):
-            self._found[number] = found
+            question.found.update(key for key, there in zip(keys, tier.present(keys), strict=True) if there)
         return True
 
     def close(self) -> None:

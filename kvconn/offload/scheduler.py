@@ -260,7 +260,7 @@ class OffloadScheduler:
         return emit
 
     def _gone(self, fact: Fact) -> None:
-        tier, _, key = fact.id.partition(":")
+        tier, _, key = fact.id.rpartition(":")
         self.events.removed_by_rank(bytes.fromhex(key), tier)
 
     def _settle(self, job: Job, fine: bool, now: float) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -289,11 +288,16 @@ def test_repeated_metadata_changes_nothing(sides: list[Side]) -> None:
     admit(side, view_of("b", 1, 1), [10, 11])
     meta = side.scheduler.build_connector_meta(StepView(99))
     reported: list[list[str]] = [[], []]
-    for _ in range(50):
+
+    def repeat() -> bool:
         side.finish_step([side.rank_step(rank, meta) for rank in range(2)])
         for rank, result in enumerate(side.rank_results):
             reported[rank] += result[1]
-        time.sleep(0.001)
+        return all(reported)
+
+    wait_until(repeat, 20, "both ranks loaded")
+    for _ in range(10):
+        repeat()
     assert reported == [["b"], ["b"]] and side.received == ["b"]
     assert side.stats.values["kv_offload_load_blocks"] == 2
 

@@ -21,6 +21,7 @@ from kvconn.offload.tiers.base import SecondaryTier
 from kvconn.offload.tiers.fs import FsTier
 from kvconn.offload.tiers.host import HostTier
 from tests.offload.local import SIZE, LocalEngine, expected_tokens, offload
+from tests.support import wait_until
 
 REQUESTS = [TraceRequest(f"r{n}", tuple((n * 50 + k) % 512 for k in range(100)), 2) for n in range(6)]
 BLOCKS = 6 * (100 // SIZE)
@@ -106,6 +107,18 @@ def test_a_quick_disk_answers_the_question_that_asks_it(mocker: Any) -> None:
     try:
         asked.ask("r", [b"a", b"b", b"c"], 1.0)
         assert asked.soon("r", 0.0) == {b"a", b"c"}
+    finally:
+        asked.close()
+
+
+def test_answers_that_nobody_wants_any_more_are_kept_by_nobody() -> None:
+    asked = lookups.Lookups([DictTier({}, Identity("n", ("s",)), 1)], 8)
+    try:
+        for n in range(20):
+            asked.ask(f"r{n}", [b"a"], 1.0)
+            wait_until(lambda: len(asked._table) == 0, what="the answer")
+            asked.forget(f"r{n}")
+        assert len(asked._table._ended) <= 1 and len(asked) == 0
     finally:
         asked.close()
 
