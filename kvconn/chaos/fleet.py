@@ -69,7 +69,8 @@ class Fleet:
         self._gone: dict[str, str] = {}
         #: engines that an order of ours ends, until they are back
         self.doomed: set[str] = set()
-        self._generation = 0
+        #: by name: engines started anew under another engine id
+        self._generation: Counter[str] = Counter()
         #: engines that ended without an order of ours, and their last words
         self.died: list[str] = []
         #: counters of engines that are gone
@@ -87,7 +88,7 @@ class Fleet:
     def _start(self, name: str) -> None:
         config = self._configs[name]
         if config.kv_transfer_config is not None:
-            named = {**config.kv_transfer_config, "engine_id": f"{name}-{os.getpid()}-{self._generation}"}
+            named = {**config.kv_transfer_config, "engine_id": f"{name}-{os.getpid()}-{self._generation[name]}"}
             config = replace(config, kv_transfer_config=named)
         engine = EngineProcess(config)
         self._engines[name] = engine
@@ -137,27 +138,30 @@ class Fleet:
     def kill(self, name: str, rng: random.Random, rank: bool, same_id: bool) -> bool:
         """SIGKILL the engine, or one of its ranks. True: it is dead."""
         if not same_id:
-            self._generation += 1
+            self._generation[name] += 1
         self.doomed.add(name)
         pid = rng.choice(self._engines[name].worker_pids) if rank else self._engines[name].pid
-        os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
         return _shows(lambda: _state(pid) in "ZX")
 
     def stop(self, name: str) -> bool:
         """SIGSTOP every process of it. True: all stand."""
         pids = self.pids(name)
         for pid in pids:
-            os.kill(pid, signal.SIGSTOP)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGSTOP)
         return _shows(lambda: all(_state(pid) == "T" for pid in pids))
 
     def go_on(self, name: str) -> None:
         """SIGCONT."""
         for pid in self.pids(name):
-            os.kill(pid, signal.SIGCONT)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
 
     def tell_to_end(self, name: str) -> bool:
         """SIGTERM to every process of it; it drains."""
-        self._generation += 1
+        self._generation[name] += 1
         self.doomed.add(name)
         for pid in self.pids(name):
             with contextlib.suppress(ProcessLookupError):

@@ -296,13 +296,15 @@ def plan(
 def chaos(
     minutes: Annotated[float, typer.Option(help="How long faults go on; the end takes some seconds more.")] = 3.0,
     seed: Annotated[int, typer.Option(help="Which faults and requests, in which order.")] = 0,
-    concurrency: Annotated[int, typer.Option(min=1, max=256, help="Requests in flight.")] = 12,
+    concurrency: Annotated[int, typer.Option(min=1, max=40, help="Requests in flight.")] = 12,
     ucx_tls: Annotated[str, typer.Option(help="UCX_TLS of the engines.")] = "tcp",
     as_json: Json = False,
 ) -> None:
     """Faults against live engines under load: kills, stops, aborts, dead peers. Is anything lost, wrong or leaked?"""
     from kvconn.chaos.run import Settings
 
+    if not 0 < minutes <= 10_000:  # nan as well
+        raise typer.BadParameter("expected more than 0 and at most 10000", param_hint="--minutes")
     _run_chaos(as_json, Settings(minutes=minutes, seed=seed, concurrency=concurrency, ucx_tls=ucx_tls))
 
 
@@ -320,6 +322,8 @@ def soak(
     from kvconn.chaos.book import Shares
     from kvconn.chaos.run import Settings
 
+    if picture is not None and not picture.parent.is_dir():
+        raise typer.BadParameter(f"there is no directory {picture.parent}", param_hint="--picture")
     settings = Settings(
         requests=requests,
         seed=seed,
@@ -351,12 +355,16 @@ def _run_chaos(as_json: bool, settings: chaos_run.Settings, picture: Path | None
     except KeyboardInterrupt:
         _complain(errors, "interrupted; the engines are shut down")
         sys.exit(INTERRUPTED)
-    if picture is not None:
-        picture.write_text(showing.to_svg(report))
     if as_json:
         _write(console, showing.to_json(report))
     else:
         showing.print_report(console, report)
+    if picture is not None:
+        try:
+            picture.write_text(showing.to_svg(report))
+        except OSError as err:
+            _complain(errors, f"--picture: cannot write {picture}: {err}")
+            sys.exit(USAGE)
     sys.exit(showing.code(report))
 
 
