@@ -132,9 +132,7 @@ class Contacts:
     def _tell(self, peer: Peer, messages: Iterable[tuple[str, bytes]]) -> None:
         """A message to each agent."""
         lost = [agent for agent, message in messages if not self._notify(peer, agent, message)]
-        if (
-            lost and peer.idle
-        ):  # gone or restarted; nothing of ours is posted, so that the next request shakes hands anew
+        if lost and peer.idle:  # gone or restarted: the next request shakes hands anew
             self.drop(lost, "it could not be notified")
 
     def _notify(self, peer: Peer, agent: str, message: bytes) -> bool:
