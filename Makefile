@@ -72,7 +72,7 @@ venv: $(DEMO_STAMP)
 
 clean:
 	rm -rf $(VENV) $(VLLM_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find kvconn tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	find kvconn tests bench tools -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Debian and its kin ship venv apart from Python; root installs it, others are told how
 $(VENV_STAMP):

@@ -40,7 +40,7 @@ Replicated PCP on P needs nothing of D: only the first replica publishes itself.
 their own, each with the next port and `_dp{n}` behind its id.
 
 Not possible, and refused by field: sizes of which neither divides the other, TP above 16, another dtype, head size or
-number of heads, state at unequal TP, replicated PCP on D. VRAM is planned and has not run here: there was no GPU.
+number of heads, state at unequal TP, replicated PCP on D. VRAM is written and has not run here: there was no GPU.
 """
 
 

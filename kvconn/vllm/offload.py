@@ -1,4 +1,4 @@
-"""OffloadingConnector for vLLM: blocks to host memory by memcpy, so that it runs on the CPU platform too.
+"""OffloadingConnector for vLLM: blocks to host memory and files; it needs no accelerator.
 
 Contract this adapter keeps
 - A request that the connector holds keeps its blocks until every worker has reported it, each once.
