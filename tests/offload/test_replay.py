@@ -80,7 +80,7 @@ def test_one_at_a_time_hits_are_those_of_a_plain_simulation(
         for one in requests:
             engine.run([one])
             if forgets:
-                engine.scheduler.pool.reset()
+                engine.scheduler.tables.groups[0].pool.reset()
     finally:
         engine.close()
     assert trace.right(engine, requests)
