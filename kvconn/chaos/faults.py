@@ -3,7 +3,7 @@
 Rules
 1. Kinds come from a shuffled deck, so that a short run has all of them, in an order that its seed decides.
 2. One fault is under way at a time, and the next one waits until every engine is back: what is seen afterwards has one
-   cause. A decode engine is never ended while the prefill engine is stopped (docs/design.md, F6).
+   cause. A decode engine is not ended, and makes no new agent, while the prefill engine is stopped (F6).
 3. A fault counts when it was seen to have happened, and as survived when every engine has served a request since.
 """
 

@@ -130,7 +130,9 @@ def _nothing(layer: int) -> None:
 def configs(settings: Settings) -> list[EngineConfig]:
     """P, then the D's. P's pool holds about half of what is in flight."""
     per_request = -(-(settings.prompt + settings.answer) // BLOCK)
-    limits = {"handshake": HANDSHAKE, "read": READ, "quarantine_age": QUARANTINE}
+    num_blocks = per_request * (settings.concurrency // 2 + 1)
+    # no agent is made anew while P stands: P would be ended by UCX when it goes on (docs/design.md, F6)
+    limits = {"handshake": HANDSHAKE, "read": READ, "quarantine_age": QUARANTINE, "quarantine_max": num_blocks}
     extra: dict[str, Any] = {"kv_lease_duration": LEASE, "kvconn": limits}
     nixl = {"kv_connector": "NixlConnector", "kv_role": "kv_producer", "kv_connector_extra_config": extra}
     offload = {
@@ -142,7 +144,7 @@ def configs(settings: Settings) -> list[EngineConfig]:
     serving = {"kv_connector": "MultiConnector", "kv_role": "kv_producer", "kv_connector_extra_config": both}
     base = EngineConfig(
         name="P",
-        num_blocks=per_request * (settings.concurrency // 2 + 1),
+        num_blocks=num_blocks,
         block_size=BLOCK,
         max_num_seqs=settings.concurrency,
         model=MODEL,
