@@ -57,6 +57,8 @@ NO_BLOCK: Final = -1
 CacheKind = Literal["full", "window", "state"]
 #: K and V
 MAX_PARTS = 2
+#: bytes from one cell to the next; more is no cache, and would not fit in 64 bits when it is counted up
+MAX_STRIDE = 1 << 40
 
 
 class ConnectorRole(enum.Enum):
@@ -120,6 +122,8 @@ class Cells(msgspec.Struct, frozen=True, array_like=True):
         """True when every number is possible and the last cell ends within ``length`` bytes."""
         counts, strides = (self.heads, self.tokens, self.parts), (self.head_stride, self.token_stride, self.part_stride)
         if min(self.size, *counts) < 1 or min(self.part, *strides) < 0 or self.part + self.parts > MAX_PARTS:
+            return False
+        if max(counts) > length or max(strides) > MAX_STRIDE:  # what the sum below does not bound
             return False
         return self.size + sum((n - 1) * stride for n, stride in zip(counts, strides, strict=True)) <= length
 

@@ -130,6 +130,8 @@ class TestRegions:
             Cells(4, 4, 4, -16, 4),
             Cells(2, 4, 4, 16, 4, 2, 48),
             Cells(4, 4, 4, 16, 4, part=2),
+            Cells(1, 1, 16, 0, 1 << 63),
+            Cells(1 << 62, 1, 16, 0, 16),
         ],
     )
     def test_cells_that_do_not_fit_their_block_are_refused(self, cells: Cells) -> None:
