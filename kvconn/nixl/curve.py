@@ -19,7 +19,7 @@ from zmq.utils.monitor import parse_monitor_message
 from kvconn.nixl.gate import BUSY
 from kvconn.trust import FleetKey
 
-__all__ = ["FAILURES", "Curve", "Refusal", "refusal"]
+__all__ = ["FAILURES", "Curve", "Refusal", "refusal", "unasked"]
 
 #: what a monitor is asked for
 FAILURES = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -60,6 +60,11 @@ class Refusal:
 
     why: str
     final: bool
+
+
+def unasked(message: list[bytes]) -> bool:
+    """Of a monitor of a server: a connection ended in its handshake, and not because the gate said so."""
+    return bool(parse_monitor_message(message)["event"] & FAILURES & ~zmq.EVENT_HANDSHAKE_FAILED_AUTH)
 
 
 def refusal(message: list[bytes], keyed: bool) -> Refusal | None:

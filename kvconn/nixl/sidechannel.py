@@ -26,7 +26,7 @@ import zmq
 
 from kvconn.config import LIMITS
 from kvconn.errors import ConfigError
-from kvconn.nixl.curve import FAILURES, Curve, refusal
+from kvconn.nixl.curve import FAILURES, Curve, refusal, unasked
 from kvconn.nixl.gate import Gate
 from kvconn.nixl.names import LookUp, Names, endpoint, look_up, plain_name
 from kvconn.nixl.wire import MAX_FRAME, MAX_REQUEST, encode_request, parse_request, parse_timestamp
@@ -42,6 +42,8 @@ MAX_PENDING = 128
 #: milliseconds between two tries to connect grow to this
 _RECONNECT_MS = 1000
 _DOMAIN = b"kvconn"
+#: answers that one connection may leave unread; more are dropped
+UNREAD = 4
 #: bytes: CURVE's own commands are longer than any request
 _CURVE_ROOM = 1024
 
@@ -69,6 +71,7 @@ class HandshakeServer:
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST if curve is None else MAX_REQUEST + _CURVE_ROOM)
+        self._socket.setsockopt(zmq.SNDHWM, UNREAD)
         self._socket.setsockopt(zmq.HANDSHAKE_IVL, int(LIMITS.handshake * 1000))
         self._socket.zap_domain = _DOMAIN
         if curve is not None:
@@ -119,9 +122,8 @@ class HandshakeServer:
             self._zap.send_multipart(reply, zmq.NOBLOCK)
 
     def _note(self) -> None:
-        """A connection ended before the gate was asked, or because of it."""
-        found = refusal(self._monitor.recv_multipart(zmq.NOBLOCK), keyed=True)
-        if found is not None and not found.final:
+        """A connection ended in its handshake. Which side sees first that they speak different protocols is chance."""
+        if unasked(self._monitor.recv_multipart(zmq.NOBLOCK)):
             self._refuse("keys", "a connection did not get through the handshake: a stock engine, or another fleet key")
 
     def _refuse(self, kind: str, why: str) -> None:
