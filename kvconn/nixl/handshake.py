@@ -171,6 +171,10 @@ class Greeting:
         """Whom our rank reads or tells. That the first rank is as these sizes say shows before another is asked: a
         stock engine ends its side channel when it is asked for a rank that it does not have."""
         side = side_of(self._ours.config)
+        names = first.region_names
+        whole = names is None or {region.name for region in self._ours.cache.regions} <= set(names)
+        if first.kvconn is None and theirs.pp > 1 and whole:
+            raise RequestError("kv_transfer_params.pp_size", f"1: {self._name}'s first rank has every layer", theirs.pp)
         found, of_first = routes(side, theirs, self._ours.place), routes(side, theirs, FIRST)
         if isinstance(found, Incompatible) or isinstance(of_first, Incompatible):
             raise PeerError(self._name, "plan", str(found))

@@ -18,7 +18,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kvconn.base import BlockIds
+from kvconn.base import NO_BLOCK, BlockIds
 from kvconn.errors import RequestError
 from kvconn.geometry import blocks_for
 from kvconn.nixl.plan import Lane, Memory, Permute, Plan, Slots
@@ -92,7 +92,8 @@ def pair_units(lane: Lane, local: BlockIds, remote: BlockIds, hit: int, tokens: 
     theirs = np.array(remote[lane.remote_group], np.int64)
     mine = np.array(local[lane.group], np.int64)
     if lane.kind == "state":
-        at, there = mine[-1:], theirs[-len(mine) :][-1:] if len(mine) else theirs[:0]
+        at = mine[mine != NO_BLOCK][-1:]
+        there = theirs[-1:] if len(at) else theirs[:0]
         if len(at) > len(there):
             raise RequestError(field, "the slot of the state", 0)
     else:

@@ -13,9 +13,17 @@ from kvconn.nixl.plan import Permute
 
 __all__ = ["permute_blocks", "put_in_order"]
 
+#: blocks that are copied aside at once: an engine leaves little of a device's memory
+AT_ONCE = 64
+
 
 def put_in_order(permute: Permute, blocks: npt.NDArray[np.int64]) -> None:
     """Put these blocks of the permute's region in order, in memory."""
+    for start in range(0, len(blocks), AT_ONCE):
+        _put_in_order(permute, blocks[start : start + AT_ONCE])
+
+
+def _put_in_order(permute: Permute, blocks: npt.NDArray[np.int64]) -> None:
     region = permute.region
     if region.mem_type == "DRAM":
         permute_blocks(_host_bytes(region), blocks, permute)

@@ -263,7 +263,7 @@ class NixlScheduler:
         for id in [id for id, (_, until) in self._telling.items() if until <= now]:
             del self._telling[id]
         for ref in self._releases:
-            self._telling[ref.transfer_id] = set(self._ranks), now + self._settings.kvconn.handshake
+            self._telling[ref.transfer_id] = set(self._ranks), now + 2 * self._settings.kvconn.handshake  # two rounds
         step = NixlStep(
             now,
             tuple(self._sends),
