@@ -20,7 +20,7 @@ from kvconn.geometry import Place
 from kvconn.metrics import Meter
 from kvconn.nixl.agent import Agent
 from kvconn.nixl.handshake import FIRST, Greeting, Offer, Ours
-from kvconn.nixl.peers import Peer, PeerKey, Peers, Source, Work
+from kvconn.nixl.peers import Peer, PeerKey, Peers, PeerState, Source, Work
 from kvconn.nixl.sidechannel import HandshakeClient
 from kvconn.nixl.wire import encode_done, encode_heartbeats
 from kvconn.transport.base import Transport
@@ -153,9 +153,13 @@ class Contacts:
         """Peers with one of these agents take no new work, and are forgotten once they are idle."""
         for peer in self._peers.having(agents):
             peer.drain(why)
-            if peer.idle:
-                self._peers.forget(peer)
-                self._remove(peer.agents)
+            self.rests(peer)
+
+    def rests(self, peer: Peer) -> None:
+        """Something of this peer ended: forget it if that was the last, and it takes no new work."""
+        if peer.state is PeerState.DRAINING and peer.idle and self._peers.get(peer.key) is peer:
+            self._peers.forget(peer)
+            self._remove(peer.agents)
 
     def evict(self, now: float) -> None:
         """Bound the table (C7). Only peers under which nothing is posted go (C6)."""

@@ -61,6 +61,7 @@ class Peer:
         self.sources: tuple[Source, ...] = ()
         self.why = ""
         self.last_used = 0.0
+        self.ready_at = 0.0
         self.posted = 0
         self._waiting: list[Work] = []
         self._backoff = 0.0
@@ -107,6 +108,7 @@ class Peer:
     def ready(self, sources: tuple[Source, ...], now: float) -> None:
         """The handshake succeeded, with every rank: run what waited."""
         self.state, self.sources, self.why, self._backoff = PeerState.READY, sources, "", 0.0
+        self.ready_at = now
         for work in self._take():
             work(self, "", now)
 
@@ -119,11 +121,11 @@ class Peer:
             work(None, why, now)
 
     def began(self) -> None:
-        """A read of it is posted."""
+        """A load of it is posted."""
         self.posted += 1
 
     def ended(self) -> None:
-        """One of them is quiet."""
+        """One of them is over, and quiet."""
         self.posted -= 1
 
     def used(self, now: float) -> None:

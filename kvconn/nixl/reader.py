@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -33,10 +33,10 @@ from kvconn.nixl.contacts import Contacts
 from kvconn.nixl.fence import WORD, Fence, FenceWords, seal_fits
 from kvconn.nixl.metadata import LoadSpec
 from kvconn.nixl.pairing import Ints, Read, permuted, reads
-from kvconn.nixl.peers import Peer, Source
+from kvconn.nixl.peers import Peer, PeerState, Source
 from kvconn.nixl.permute import put_in_order
 from kvconn.nixl.plan import Permute
-from kvconn.nixl.transfers import Reads
+from kvconn.nixl.transfers import Reads, Settled
 from kvconn.params import RemoteRef, peer_name
 from kvconn.transport.base import HandleState, Transport
 
@@ -61,6 +61,15 @@ class _Posted:
     size: int = 0
 
 
+@dataclass
+class _Load:
+    """A life with a reference. ``peer``: once its reads were posted there; ``orders``: what to do when all has come."""
+
+    ref: RemoteRef
+    peer: Peer | None = None
+    orders: list[tuple[Permute, Ints]] = field(default_factory=list)
+
+
 class Reader:
     """Without :meth:`open` it reads nothing. ``say(request id, n, state, why)`` is told what becomes of a life."""
 
@@ -82,10 +91,8 @@ class Reader:
         self._say = say
         self._reads = Reads()
         self._pending: list[LoadSpec] = []
-        self._refs: dict[str, RemoteRef] = {}
+        self._loads: dict[str, _Load] = {}
         self._posted: dict[int, _Posted] = {}
-        #: blocks to be put in order when all of a load has come
-        self._orders: dict[str, list[tuple[Permute, Ints]]] = {}
         #: fences of others that we check, and where their words are read to
         self._checks = Checks(SCRATCH)
         self._scratch: FenceWords | None = None
@@ -117,7 +124,7 @@ class Reader:
             if load.ref is None or peer is None:
                 self._fail(load.id, load.refused or "no reference", now)
                 continue
-            self._refs[load.id] = load.ref
+            self._loads[load.id] = _Load(load.ref)
             self._contacts.with_peer(peer, now, partial(self._post, load, load.ref))
 
     def _post(self, load: LoadSpec, ref: RemoteRef, peer: Peer | None, why: str, now: float) -> None:
@@ -127,8 +134,11 @@ class Reader:
         if peer is None or transport is None:
             self._fail(load.id, why or "this rank has no NIXL agent", now)
             return
+        if peer.state is not PeerState.READY:  # it was lost by work that waited with this
+            self._fail(load.id, f"peer {peer.name}: {peer.why}", now)
+            return
         try:
-            fence = self._admit(load, ref, peer)
+            fence = self._admit(load, ref, peer, now)
             planned = self._plan(load, ref, peer)
             sources = [source for source, read in planned if read]
             if fence is not None and sources:
@@ -136,9 +146,9 @@ class Reader:
         except RequestError as err:
             self._fail(load.id, str(err), now)
             return
-        orders = permuted([source.plan for source in sources], load.local)
-        if orders:
-            self._orders[load.id] = orders
+        mine = self._loads[load.id]
+        mine.peer, mine.orders = peer, permuted([source.plan for source in sources], load.local)
+        peer.began()
         for source, read in planned:
             for one in read:
                 if not self._post_one(transport, load.id, peer, source, one, now):
@@ -174,13 +184,13 @@ class Reader:
         self._meter.add("nixl_num_descriptors", len(read.local))
         return True
 
-    def _admit(self, load: LoadSpec, ref: RemoteRef, peer: Peer) -> Fence | None:
+    def _admit(self, load: LoadSpec, ref: RemoteRef, peer: Peer, now: float) -> Fence | None:
         """May this reference be read at all, and what is its fence? Raises RequestError."""
         plan = peer.sources[0].plan if peer.sources else None
         if plan is None:
             return None
         if plan.fence is None:
-            self._admit_unfenced(load, peer)
+            self._admit_unfenced(load, peer, now)
             return None
         ours = ref.kvconn
         if ours is None or ours.slot is None or ours.word is None or not seal_fits(plan.seal_key, ref, load.prompt):
@@ -198,9 +208,11 @@ class Reader:
         if not self._checks.begin(id, fence, [source.place for source in sources]):
             raise RequestError("kv_transfer_params", f"at most {SCRATCH} fence words read at once", len(self._checks))
 
-    def _admit_unfenced(self, load: LoadSpec, peer: Peer) -> None:
-        """A stock peer: what is read of it can't be proved. By policy, and not after its lease must be over."""
-        late = load.waited > self._settings.kv_lease_duration and not load.beating
+    def _admit_unfenced(self, load: LoadSpec, peer: Peer, now: float) -> None:
+        """A stock peer: what is read of it can't be proved. By policy, and not after its lease must be over: heartbeats
+        were sent only since it was ready."""
+        lease, came = self._settings.kv_lease_duration, now - load.waited - self._reads.age(load.id, now)
+        late = now - came > lease and not (load.beating and peer.ready_at <= came + lease)
         if self._settings.kvconn.unfenced == "refuse" or late:
             why = "waited longer than a lease" if late else "kvconn.unfenced is refuse"
             raise RequestError("kv_transfer_params", f"a reference of a peer with fences ({why})", peer.name)
@@ -210,7 +222,6 @@ class Reader:
         self._meter.add("unfenced_reads")
 
     def _under_way(self, id: str, handle: int, posted: _Posted) -> None:
-        posted.peer.began()
         self._reads.posted(id, handle, posted.agent)
         self._posted[handle] = posted
 
@@ -256,7 +267,7 @@ class Reader:
             self._reads.posted_all(id)
         elif verdict is Verdict.STALE:
             self._meter.add("stale_reads")
-            whom = peer_name(self._refs[id].peer)
+            whom = peer_name(self._loads[id].ref.peer)
             self._fail(id, f"peer {whom}, fence: it let go of these blocks before they were read", now)
         else:
             for place, slot, word in self._checks.targets(id):
@@ -265,7 +276,7 @@ class Reader:
 
     def _read_word(self, id: str, place: Place, slot: int, word: int, now: float) -> bool:
         """Begin to read one rank's word; False when that failed, and the life with it."""
-        transport, peer = self._agent.transport, self._contacts.get(self._refs[id].peer)
+        transport, peer = self._agent.transport, self._contacts.get(self._loads[id].ref.peer)
         source = peer.source(place) if peer is not None else None
         if transport is None or self._scratch is None or peer is None or source is None or source.plan.fence is None:
             self._fail(id, "the peer is gone before its fence was read", now)
@@ -295,7 +306,6 @@ class Reader:
     def _forget(self, handle: int) -> _Posted:
         """A quiet handle: only now may it be released (C6)."""
         posted = self._posted.pop(handle)
-        posted.peer.ended()
         self._looking.discard(handle)
         if self._agent.transport is not None:
             self._agent.transport.release(handle)
@@ -340,11 +350,15 @@ class Reader:
 
     def expire(self, now: float) -> None:
         """Fail loads that are past their deadline. Call after :meth:`drain` (C11)."""
+        late = [handle for id in self._reads.overdue(now) for handle in self._reads.handles_of(id)]
+        if late:
+            self._look(late, now)
+            self._check_fences(now)
         for id in self._reads.overdue(now):
             self._overdue(id, now)
 
     def _overdue(self, id: str, now: float) -> None:
-        peer = self._contacts.get(self._refs[id].peer) if id in self._refs else None
+        peer = self._contacts.get(self._loads[id].ref.peer) if id in self._loads else None
         stage = "handshake" if peer is None or not peer.sources else "read"
         whom = peer.name if peer is not None else "unknown"
         self._fail(id, f"peer {whom}, {stage}: not done after {self._settings.kvconn.read:g} s", now)
@@ -355,19 +369,36 @@ class Reader:
         failed: set[str] = set()
         for over in self._reads.settle():
             self._checks.end(over.id)
-            orders = self._orders.pop(over.id, [])
-            if over.failed is None:
-                for permute, blocks in orders:
-                    put_in_order(permute, blocks)
-            ref = self._refs.pop(over.id, None)
-            if ref is not None:
-                self._contacts.tell_done(self._contacts.get(ref.peer), ref.transfer_id)
-            self._say(over.id, over.n, "done" if over.failed is None else "quiet", "")
+            why = self._put_in_order(over) if over.failed is None else over.failed
+            load = self._loads.pop(over.id, None)
+            if load is not None:
+                self._let_go(load)
+            self._say(over.id, over.n, "done" if why is None else "quiet", "")
             received.add(over.id)
-            if over.failed is not None:
+            if why is not None:
                 failed.add(over.id)
         self._gauge()
         return received, failed
+
+    def _let_go(self, load: _Load) -> None:
+        if load.peer is not None:
+            load.peer.ended()
+        self._contacts.tell_done(self._contacts.get(load.ref.peer), load.ref.transfer_id)
+        if load.peer is not None:
+            self._contacts.rests(load.peer)
+
+    def _put_in_order(self, over: Settled) -> str | None:
+        """What has come, as this cache has it; why that could not be."""
+        try:
+            for permute, blocks in self._loads[over.id].orders:
+                put_in_order(permute, blocks)
+        except RuntimeError as err:  # torch's, which has no narrower name for a device that is full
+            why = f"its blocks could not be put in order: {err}"
+            self._say(over.id, over.n, "failed", why[:WHY_MAX])
+            self._meter.add("nixl_num_failed_transfers")
+            log.warning("rank %d: load of %s failed: %s", self._rank, over.id, why)
+            return why
+        return None
 
     def _gauge(self) -> None:
         """Blocks in quarantine, as changes: counters add up to what there is now."""

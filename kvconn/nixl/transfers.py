@@ -76,6 +76,8 @@ class Reads:
         self._over: dict[str, _Read] = {}
         self._quarantine: dict[str, _Read] = {}
         self._quarantined_blocks = 0
+        #: lives of which something came since the last :meth:`settle`
+        self._moved: set[str] = set()
 
     def begin(self, id: str, n: int, peer: PeerKey | None, deadline: float, blocks: int = 0, now: float = 0.0) -> None:
         """A life arrived. It settles only after :meth:`posted_all` or :meth:`fail`. ``blocks``: how many it fills."""
@@ -90,6 +92,7 @@ class Reads:
         read.posted = True
         self._by_handle[handle] = read, agent
         self._turns[handle] = None
+        self._moved.add(id)
         self._sort(read)
 
     def posted_all(self, id: str) -> None:
@@ -168,10 +171,16 @@ class Reads:
         read, _ = self._by_handle.pop(handle, (None, ""))
         if read is not None:
             read.handles.discard(handle)
+            self._moved.add(read.id)
             self._sort(read)
 
+    def handles_of(self, id: str) -> list[int]:
+        """Handles of an open life that are not known to be quiet."""
+        return list(self._open[id].handles)
+
     def overdue(self, now: float) -> list[str]:
-        """Ids whose deadline has passed and that have not failed yet. Judge after states were read (C11)."""
+        """Ids whose deadline has passed, that have not failed yet, and of which nothing came in this poll. Judge after
+        their states were read (C11): a poll that comes late finds what came in time."""
         due: list[tuple[float, int, str]] = []
         while self._deadlines:
             deadline, n, id = self._deadlines[0]
@@ -184,7 +193,7 @@ class Reads:
                 due.append((deadline, n, id))
         for one in due:  # until its caller fails it
             heapq.heappush(self._deadlines, one)
-        return [id for _, _, id in due]
+        return [id for _, _, id in due if id not in self._over and id not in self._moved]
 
     def drained(self) -> list[str]:
         """Ids whose posted handles are all quiet and good, and for which more may be posted."""
@@ -192,6 +201,7 @@ class Reads:
 
     def settle(self) -> list[Settled]:
         """Lives that are over: everything quiet, and either failed or fully posted."""
+        self._moved.clear()
         over, self._over = self._over, {}
         for id in over:
             del self._open[id]

@@ -301,11 +301,27 @@ class TestFaults:
         fleet.net.stop(agent(p, 1))
         fleet.until(lambda: True, d)
         fleet.clock.advance(61.0)
-        fleet.until(lambda: True, d)
-        assert d.received == ["warm"] and half(d, 0)._reader._reads.quarantined_blocks() == 2
+        fleet.until(lambda: half(d, 0)._reader._reads.quarantined_blocks() == 2, d)
+        assert d.received == ["warm"]
         fleet.net.cont(agent(p, 1))
         fleet.until(lambda: "r" in d.received, d)
         assert d.failed == ["r"]
+
+    def test_an_engine_with_a_lost_rank_is_greeted_anew_as_soon_as_its_last_read_ends(self, fleet: Fleet) -> None:
+        p, d = fleet.pair(2, 1, 4)
+        d.load("warm", p.prefill("warm", [1], seed=1), [1])
+        fleet.until(lambda: bool(d.received))
+        d.load("r", p.prefill("a", [3, 4], seed=2), [3, 4])
+        contacts = half(d, 0)._contacts
+        d.workers[0].bind_connector_metadata(d.scheduler.build_connector_meta(StepView(99)))
+        d.workers[0].start_load_kv()
+        contacts.drop((agent(p, 0),), "its connection failed")
+        assert len(contacts._peers) == 1  # reads of both ranks are under way
+        fleet.until(lambda: "r" in d.received)
+        assert len(contacts._peers) == 0 and d.failed == []
+        d.load("next", p.prefill("b", [5, 6], seed=3), [5, 6])
+        fleet.until(lambda: "next" in d.received)
+        assert d.failed == [] and d.holds([5, 6], 3)
 
     @pytest.mark.parametrize("rank", [0, 1])
     def test_a_rank_that_let_go_makes_the_load_stale_whatever_the_others_hold(self, fleet: Fleet, rank: int) -> None:
@@ -395,6 +411,15 @@ class TestStock:
         d.load("good", params, [3, 4])
         fleet.until(lambda: "good" in d.received)
         assert d.failed == ["forged"] and d.holds([3, 4], 1)
+
+    def test_stages_that_its_first_rank_contradicts_ask_nobody_else(self, fleet: Fleet) -> None:
+        p, d = fleet.pair(1, 1, 1)
+        self.stock(fleet, p)
+        params = {**(p.prefill("a", [3, 4], seed=1) or {}), "kvconn": None}
+        d.load("forged", {**params, "pp_size": 2}, [1, 2])
+        fleet.until(lambda: bool(d.received), d)
+        assert d.failed == ["forged"] and set(fleet.asked) == {(0, 0)}
+        assert "pp_size" in d.reasons["forged"]
 
 
 def test_only_the_window_is_held_and_read(fleet: Fleet) -> None:

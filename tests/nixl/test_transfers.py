@@ -151,10 +151,27 @@ class TestTurns:
 class TestDeadlines:
     def test_a_life_is_overdue_from_its_deadline_until_it_failed(self) -> None:
         reads = reading(1, deadline=60.0)
-        assert reads.overdue(59.9) == []
+        assert reads.settle() == [] == reads.overdue(59.9)
         assert reads.overdue(60.0) == ["r"]
         reads.fail("r", "late", now=60.0)
         assert reads.overdue(61.0) == []
+
+    def test_what_came_in_time_is_not_overdue_however_late_it_is_seen(self) -> None:
+        """C11: an engine that stood still for a minute finds its reads done."""
+        reads = reading(1, deadline=60.0)
+        reads.settle()
+        reads.done(1)
+        reads.posted("r", 2, "agent")  # its fence word
+        assert reads.overdue(90.0) == []
+        reads.settle()
+        reads.done(2)
+        reads.posted_all("r")
+        assert reads.overdue(90.0) == [] and [over.failed for over in reads.settle()] == [None]
+
+    def test_a_life_of_which_nothing_comes_any_more_is_overdue(self) -> None:
+        reads = reading(1, 2, deadline=60.0)
+        reads.done(1)
+        assert (reads.overdue(61.0), reads.settle(), reads.overdue(61.0)) == ([], [], ["r"])
 
     def test_a_life_that_waits_for_its_handshake_is_overdue_too(self) -> None:
         reads = Reads()
