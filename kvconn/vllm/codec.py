@@ -22,9 +22,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
 )
 
 from kvconn.config import ConnectorConfig
+from kvconn.errors import PeerError
 from kvconn.nixl.wire import WIRE_VERSION, AgentMetadata, HandshakePayload, KvconnHandshake, WireCodec
 
 __all__ = ["VllmCodec"]
+
+#: attention backends whose blocks are not made of tokens
+LAID_OUT_BY_BLOCK = frozenset({"CPU_ATTN"})
 
 
 class VllmCodec(WireCodec):
@@ -61,6 +65,20 @@ class VllmCodec(WireCodec):
         if self._hash is None:
             self._hash = str(compute_nixl_compatibility_hash(self._vllm, self._backend, transfer_mode="pull"))
         return self._hash
+
+    def decode_metadata(self, payload: HandshakePayload, peer: str) -> AgentMetadata:
+        """Raises PeerError also for blocks of another size where the kernel lays their keys out by the block: there no
+        run of tokens is a run of bytes, and what is read as one is wrong."""
+        metadata = super().decode_metadata(payload, peer)
+        ours = self._vllm.cache_config.block_size
+        if self._backend in LAID_OUT_BY_BLOCK and metadata.block_size != ours:
+            raise PeerError(
+                peer,
+                "plan",
+                f"block size: ours {ours}, theirs {metadata.block_size} (the {self._backend} kernel lays keys out by "
+                "the block; give both engines one --block-size)",
+            )
+        return metadata
 
     def encode_payload(self, config: ConnectorConfig, metadata: AgentMetadata) -> bytes:
         ours = msgspec.structs.asdict(metadata)

@@ -1,6 +1,6 @@
 """Tiny models made on the spot: float32, seeded, with a head so peaked that equal tokens are no accident of rounding.
 
-``python -m tests.vllm.models llama DIR``, ``... mla DIR`` and ``... window DIR``; needs the environment with vLLM.
+``python -m tests.vllm.models llama DIR`` and ``... mla DIR``; needs the environment with vLLM.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 VOCAB = 512
-WINDOW = 48
 
 
 def _tokenizer(out: Path) -> None:
@@ -26,14 +25,7 @@ def _tokenizer(out: Path) -> None:
 def make(kind: str, out: Path) -> None:
     """Write the model ``kind`` to ``out``."""
     import torch
-    from transformers import (
-        DeepseekV2Config,
-        DeepseekV2ForCausalLM,
-        LlamaConfig,
-        LlamaForCausalLM,
-        MistralConfig,
-        MistralForCausalLM,
-    )
+    from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(20)
     common = {
@@ -50,17 +42,6 @@ def make(kind: str, out: Path) -> None:
     if kind == "llama":
         model = LlamaForCausalLM(
             LlamaConfig(num_hidden_layers=2, num_key_value_heads=2, head_dim=64, initializer_range=0.15, **common)
-        )
-    elif kind == "window":  # every layer sees the last WINDOW tokens
-        model = MistralForCausalLM(
-            MistralConfig(
-                num_hidden_layers=2,
-                num_key_value_heads=2,
-                head_dim=64,
-                initializer_range=0.15,
-                sliding_window=WINDOW,
-                **common,
-            )
         )
     else:  # the CPU kernel for MLA knows one size: 512 latent + 64 rope
         model = DeepseekV2ForCausalLM(
