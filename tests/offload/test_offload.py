@@ -42,8 +42,7 @@ def sides() -> Iterator[list[Side]]:
 
 def config(blocks: int = 16, *, hold: bool = False, **extra: Any) -> dict[str, Any]:
     transfer = offload_hold(blocks * BLOCK_BYTES)
-    kvconn = {"hold": hold, **extra.pop("kvconn", {})}
-    transfer["kv_connector_extra_config"] |= {"kvconn": kvconn, **extra}
+    transfer["kv_connector_extra_config"] |= {**extra, "kvconn": {"hold": hold, **extra.get("kvconn", {})}}
     return transfer
 
 
@@ -291,14 +290,11 @@ def test_repeated_metadata_changes_nothing(sides: list[Side]) -> None:
 
     def repeat() -> bool:
         side.finish_step([side.rank_step(rank, meta) for rank in range(2)])
-        for rank, result in enumerate(side.rank_results):
-            reported[rank] += result[1]
+        reported[:] = [[*old, *new[1]] for old, new in zip(reported, side.rank_results, strict=True)]
         return all(reported)
 
     wait_until(repeat, 20, "both ranks loaded")
-    for _ in range(10):
-        repeat()
-    assert reported == [["b"], ["b"]] and side.received == ["b"]
+    assert all(repeat() for _ in range(10)) and reported == [["b"], ["b"]] and side.received == ["b"]
     assert side.stats.values["kv_offload_load_blocks"] == 2
 
 
