@@ -24,7 +24,7 @@ from typing import Any, Self
 
 from msgspec.structs import replace
 
-from kvconn.chaos.book import Order, Submit
+from kvconn.chaos.book import PREFILL, Order, Submit
 from kvconn.engine.client import EngineProcess, Finished, FirstToken
 from kvconn.engine.config import EngineConfig
 from kvconn.errors import EngineDeadError
@@ -34,6 +34,8 @@ __all__ = ["Fleet", "Ports"]
 
 #: seconds that a signal may take to show
 SHOWS = 5.0
+#: seconds after a reader's end in which UCX may end its producer
+AFTERMATH = 10.0
 RETRY = 0.01
 
 
@@ -73,6 +75,9 @@ class Fleet:
         self._generation: Counter[str] = Counter()
         #: engines that ended without an order of ours, and their last words
         self.died: list[str] = []
+        #: producers that UCX ended after it ended their reader (docs/design.md, F6), and their last words
+        self.aborted: list[str] = []
+        self._reader_ended = float("-inf")
         #: counters of engines that are gone
         self._before: Counter[str] = Counter()
 
@@ -122,12 +127,16 @@ class Fleet:
         gone, self._gone = self._gone, {}
         for name, words in gone.items():
             if name not in self.doomed:
-                self.died.append(f"{name}: {words}")
+                (self.aborted if self._is_f6(name, words) else self.died).append(f"{name}: {words}")
             self.doomed.discard(name)
             self._before.update(self._engines[name].last_stats.connector)
             self._engines[name].shutdown()
             self._start(name)
         return list(gone)
+
+    def _is_f6(self, name: str, words: str) -> bool:
+        recent = time.monotonic() - self._reader_ended < AFTERMATH
+        return name == PREFILL and recent and f"ended with {-signal.SIGABRT}" in words
 
     # -- faults --------------------------------------------------------------------------------------------------
 
@@ -139,11 +148,16 @@ class Fleet:
         """SIGKILL the engine, or one of its ranks. True: it is dead."""
         if not same_id:
             self._generation[name] += 1
-        self.doomed.add(name)
+        self._end(name)
         pid = rng.choice(self._engines[name].worker_pids) if rank else self._engines[name].pid
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
         return _shows(lambda: _state(pid) in "ZX")
+
+    def _end(self, name: str) -> None:
+        self.doomed.add(name)
+        if name != PREFILL:
+            self._reader_ended = time.monotonic()
 
     def stop(self, name: str) -> bool:
         """SIGSTOP every process of it. True: all stand."""
@@ -162,7 +176,7 @@ class Fleet:
     def tell_to_end(self, name: str) -> bool:
         """SIGTERM to every process of it; it drains."""
         self._generation[name] += 1
-        self.doomed.add(name)
+        self._end(name)
         for pid in self.pids(name):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)

@@ -66,7 +66,7 @@ class Row(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of it. ``died``: engines that ended although nobody ended them."""
+    """What came of it. ``died``: engines that ended although nobody ended them; ``aborted``: of F6 (docs/design.md)."""
 
     asked: int
     done: int
@@ -79,6 +79,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     died: tuple[str, ...]
     counters: dict[str, float]
     samples: tuple[Sample, ...] = ()
+    aborted: tuple[str, ...] = ()
     #: no engine was ended or stopped, so that everything should have stayed flat
     soaked: bool = False
 
@@ -275,6 +276,7 @@ class _Run:
             wrong=tuple(book.wrong),
             leaked=tuple(leaked),
             died=tuple(self._fleet.died),
+            aborted=tuple(self._fleet.aborted),
             counters=self._fleet.counters(),
             samples=tuple(self._sampler.samples),
             soaked=not self._settings.engines,

@@ -72,6 +72,7 @@ def print_report(console: Console, report: Report) -> None:
         ("wrong", len(report.wrong)),
         ("leaked", len(report.leaked)),
         ("engines that ended by themselves", len(report.died)),
+        ("producers that UCX ended (F6)", len(report.aborted)),
         *((text, int(report.counters.get(name, 0))) for name, text in COUNTED.items()),
     ):
         totals.add_row(str(name), str(value))

@@ -13,11 +13,12 @@ import msgspec
 import pytest
 
 from kvconn.chaos import run as chaos
-from kvconn.chaos.book import Shares
+from kvconn.chaos.book import Shares, Submit
 from kvconn.chaos.fleet import Fleet
 from kvconn.chaos.run import Oracle, Report, Row, Settings
 from kvconn.cli import chaos as showing
 from kvconn.engine.config import EngineConfig
+from kvconn.engine.request import EngineRequest
 from tests.engine.pairs import assert_all_end
 from tests.support import wait_until
 
@@ -54,6 +55,19 @@ def test_an_engine_is_back_under_its_own_id_whatever_happened_to_others() -> Non
         assert comes_back("D1", same_id=False).endswith("-1")
         assert comes_back("P", same_id=True).endswith("-0")
         assert fleet.died == []
+
+
+@pytest.mark.parametrize("reader_first", [True, False])
+def test_a_producer_that_aborts_after_its_readers_end_is_ucxs_doing_and_any_other_is_ours(reader_first: bool) -> None:
+    with Fleet(chaos.configs(Settings())[:2]) as fleet:
+        fleet.start()
+        if reader_first:
+            assert fleet.kill("D1", random.Random(0), rank=False, same_id=True)
+            wait_until(lambda: not fleet.poll("D1", 0.01) and fleet.bury() == ["D1"], 60, "D1 is back")
+        os.kill(fleet.pids("P")[1], signal.SIGABRT)
+        fleet.give(Submit("P", EngineRequest("r", (1, 2, 3), 1)))  # an idle engine does not look
+        wait_until(lambda: not fleet.poll("P", 0.01) and fleet.bury() == ["P"], 60, "P is back")
+        assert (len(fleet.aborted), len(fleet.died)) == ((1, 0) if reader_first else (0, 1)), fleet.died
 
 
 def with_connector(which: str, name: str, module: str) -> Callable[[Settings], list[EngineConfig]]:
