@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 __all__ = ["app"]
 
+INTERRUPTED_ENGINES = "interrupted; the engines are shut down"
+
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
@@ -223,7 +225,7 @@ def doctor(
     from kvconn.doctor.run import Options, examine
 
     errors, console = _Console(stderr=True), _Console()
-    try:
+    with _exiting(errors):
         config = transfer_config(kv_transfer_config)
         options = Options(
             host=host,
@@ -236,13 +238,6 @@ def doctor(
         )
         with _interruptible(), errors.status("looking") as status:
             report = examine(options, lambda what: status.update(f"looking at: {what}"))
-    except ConfigError as err:
-        for problem in err.problems:
-            _complain(errors, problem)
-        sys.exit(USAGE)
-    except KeyboardInterrupt:
-        _complain(errors, "interrupted")
-        sys.exit(INTERRUPTED)
     if as_json:
         _write(console, to_json(report))
     else:
@@ -267,24 +262,10 @@ def plan(
     from kvconn.cli import planning
 
     errors, console = _Console(stderr=True), _Console()
-    try:
-        with _interruptible():
-            found = planning.plan(d, p, source, key_file, tokens)
-        if svg is not None and not found.problems:
-            svg.write_text(planning.to_svg(found), encoding="utf-8")
-    except ConfigError as err:
-        for problem in err.problems:
-            _complain(errors, problem)
-        sys.exit(USAGE)
-    except KvconnError as err:
-        _complain(errors, str(err))
-        sys.exit(WRONG)
-    except KeyboardInterrupt:
-        _complain(errors, "interrupted")
-        sys.exit(INTERRUPTED)
-    except OSError as err:
-        _complain(errors, f"--svg: cannot write {svg}: {err}")
-        sys.exit(USAGE)
+    with _exiting(errors), _interruptible():
+        found = planning.plan(d, p, source, key_file, tokens)
+    if svg is not None and not found.problems:
+        _draw(errors, "--svg", svg, planning.to_svg(found))
     if as_json:
         _write(console, planning.to_json(found))
     else:
@@ -342,29 +323,14 @@ def _run_chaos(as_json: bool, settings: chaos_run.Settings, picture: Path | None
     from kvconn.cli import chaos as showing
 
     errors, console = _Console(stderr=True), _Console()
-    try:
-        with _interruptible():
-            report = run(settings, lambda line: errors.print(line, highlight=False, markup=False, soft_wrap=True))
-    except ConfigError as err:
-        for problem in err.problems:
-            _complain(errors, problem)
-        sys.exit(USAGE)
-    except KvconnError as err:
-        _complain(errors, str(err))
-        sys.exit(WRONG)
-    except KeyboardInterrupt:
-        _complain(errors, "interrupted; the engines are shut down")
-        sys.exit(INTERRUPTED)
+    with _exiting(errors, INTERRUPTED_ENGINES), _interruptible():
+        report = run(settings, lambda line: errors.print(line, highlight=False, markup=False, soft_wrap=True))
     if as_json:
         _write(console, showing.to_json(report))
     else:
         showing.print_report(console, report)
     if picture is not None:
-        try:
-            picture.write_text(showing.to_svg(report))
-        except OSError as err:
-            _complain(errors, f"--picture: cannot write {picture}: {err}")
-            sys.exit(USAGE)
+        _draw(errors, "--picture", picture, showing.to_svg(report))
     sys.exit(showing.code(report))
 
 
@@ -375,19 +341,8 @@ def _finish(as_json: bool, **options: Any) -> NoReturn:
 
     errors = _Console(stderr=True)
     settings = job.Settings(**options)
-    try:
-        with _interruptible(), View(errors) as view:
-            report = job.run(job.plan(settings), view)
-    except ConfigError as err:
-        for problem in err.problems:
-            _complain(errors, problem)
-        sys.exit(USAGE)
-    except KvconnError as err:
-        _complain(errors, str(err))
-        sys.exit(WRONG)
-    except KeyboardInterrupt:
-        _complain(errors, "interrupted; the engines are shut down")
-        sys.exit(INTERRUPTED)
+    with _exiting(errors, INTERRUPTED_ENGINES), _interruptible(), View(errors) as view:
+        report = job.run(job.plan(settings), view)
     verdict = judge(report, settings.contract)
     console = _Console()
     if as_json:
@@ -419,6 +374,32 @@ class _Console(Console):
 
 def _complain(console: Console, what: str) -> None:
     console.print(f"kvconn: {what}", style="red", highlight=False, markup=False, soft_wrap=True)
+
+
+@contextmanager
+def _exiting(errors: Console, interrupted: str = "interrupted") -> Iterator[None]:
+    """What ends a command before its result ends it here: said on stderr, with its exit status."""
+    try:
+        yield
+    except ConfigError as err:
+        for problem in err.problems:
+            _complain(errors, problem)
+        sys.exit(USAGE)
+    except KvconnError as err:
+        _complain(errors, str(err))
+        sys.exit(WRONG)
+    except KeyboardInterrupt:
+        _complain(errors, interrupted)
+        sys.exit(INTERRUPTED)
+
+
+def _draw(errors: Console, option: str, path: Path, picture: str) -> None:
+    """Write a picture where ``option`` says."""
+    try:
+        path.write_text(picture, encoding="utf-8")
+    except OSError as err:
+        _complain(errors, f"{option}: cannot write {path}: {err}")
+        sys.exit(USAGE)
 
 
 @contextmanager
