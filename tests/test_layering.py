@@ -25,7 +25,7 @@ PACKAGE = ROOT / "kvconn"
 #: the names at the bottom, which everybody may use.
 BASE = frozenset({"errors", "metrics", "base", "config"})
 #: what connectors are built of.
-PARTS = frozenset({"ledger", "geometry", "params", "transport", "trust"})
+PARTS = frozenset({"ledger", "geometry", "memory", "params", "transport", "trust"})
 CONNECTORS = frozenset({"nixl", "multi", "offload"})
 
 #: first name below ``kvconn`` -> the others that it may import. ``""`` is ``kvconn/__init__.py`` itself.
@@ -38,6 +38,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "explain": BASE,
     "ledger": BASE,
     "geometry": BASE,
+    "memory": BASE | {"geometry"},
     "params": BASE,
     "trust": BASE,
     "transport": BASE,

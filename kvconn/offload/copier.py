@@ -18,10 +18,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from kvconn.errors import ConfigError
 from kvconn.geometry import Region
+from kvconn.memory import device_block_bytes, host_bytes
 
 __all__ = ["Copier", "DramCopier", "VramCopier", "make_copier", "slot_bytes"]
 
@@ -80,7 +79,7 @@ class VramCopier(Copier):
                 f"cpu_bytes_to_use: cannot page-lock {size} bytes of host memory for the GPU (CUDA error {code}); "
                 "raise the limit of locked memory or use less"
             )
-        self._caches = [self._torch.as_tensor(_DeviceBytes(region), device=self._device) for region in regions]
+        self._caches = [device_block_bytes(region, self._device) for region in regions]
         self._streams: dict[bool, Any] = {load: self._torch.cuda.Stream(self._device) for load in (False, True)}
 
     def mark(self) -> Any:
@@ -94,9 +93,8 @@ class VramCopier(Copier):
             stream.wait_event(after)
         with self._torch.cuda.stream(stream):
             for region, offset, cache in zip(self.regions, self.offsets, self._caches, strict=True):
-                start = blocks[region.group] * region.stride
-                device = cache[start : start + region.length]
-                host = self._torch.from_numpy(_host_bytes(slot + offset, region.length))
+                device = cache[blocks[region.group]]
+                host = self._torch.from_numpy(host_bytes(slot + offset, region.length))
                 target, source = (device, host) if load else (host, device)
                 target.copy_(source, non_blocking=True)
         stream.synchronize()
@@ -106,19 +104,6 @@ class VramCopier(Copier):
             with contextlib.suppress(RuntimeError):
                 self._cudart.cudaHostUnregister(self._host)
             self._caches, self._size = [], 0
-
-
-class _DeviceBytes:
-    """A region's memory, as torch adopts it without a copy (the CUDA array interface, version 3)."""
-
-    def __init__(self, region: Region) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (region.span,), "typestr": "|u1", "data": (region.base, False), "version": 3,
-        }  # fmt: skip
-
-
-def _host_bytes(address: int, length: int) -> Any:
-    return np.ctypeslib.as_array((ctypes.c_uint8 * length).from_address(address))
 
 
 def make_copier(regions: Sequence[Region], host: int, size: int) -> Copier:
