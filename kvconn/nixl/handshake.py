@@ -21,7 +21,8 @@ from kvconn.errors import PeerError, RequestError
 from kvconn.geometry import Place, RankCache, Region, Side
 from kvconn.nixl.fence import FenceWords
 from kvconn.nixl.metadata import NixlHandshake
-from kvconn.nixl.plan import Incompatible, Plan, Route, make_plan, missing, routes
+from kvconn.nixl.plan import Plan, make_plan, missing
+from kvconn.nixl.routes import Incompatible, Route, routes
 from kvconn.nixl.strips import layout_name
 from kvconn.nixl.wire import AgentMetadata, KvconnAgent, WireCodec
 from kvconn.params import PeerKey, peer_name

@@ -23,26 +23,13 @@ import msgspec
 
 from kvconn.base import CacheKind, Cells
 from kvconn.geometry import Place, RankCache, Region, TokenShare
-from kvconn.nixl.routes import MAX_TP, WHOLE, Incompatible, Route, routes
+from kvconn.nixl.routes import WHOLE, Incompatible, Route
 from kvconn.nixl.strips import Strip, cut, halves, joined, landing, plain, unit_of
 from kvconn.nixl.wire import AgentMetadata, KvconnAgent
 from kvconn.params import MAX_GROUPS
 from kvconn.transport.base import MemType
 
-__all__ = [
-    "MAX_TP",
-    "WHOLE",
-    "Incompatible",
-    "Lane",
-    "Memory",
-    "Permute",
-    "Plan",
-    "Route",
-    "Slots",
-    "make_plan",
-    "missing",
-    "routes",
-]
+__all__ = ["Lane", "Memory", "Permute", "Plan", "Slots", "make_plan", "missing"]
 
 #: tokens of a block, and blocks of a kernel in a logical one: bounds for a peer's numbers
 MAX_BLOCK_SIZE: Final = 1 << 16

@@ -13,8 +13,8 @@ from kvconn.base import BlockIds
 from kvconn.errors import RequestError
 from kvconn.geometry import Place, RankCache, Side, blocks_for
 from kvconn.nixl.pairing import reads
-from kvconn.nixl.plan import Incompatible, Plan, make_plan, missing
-from kvconn.nixl.routes import Route, routes
+from kvconn.nixl.plan import Plan, make_plan, missing
+from kvconn.nixl.routes import Incompatible, Route, routes
 from kvconn.nixl.shape import Shape, cache_of, metadata_of
 from kvconn.nixl.wire import AgentMetadata
 

@@ -14,7 +14,8 @@ from kvconn.base import Cells, GroupView
 from kvconn.errors import RequestError
 from kvconn.geometry import HeadShare, Place, RankCache, Region, Share, TokenShare
 from kvconn.nixl.pairing import reads
-from kvconn.nixl.plan import Incompatible, Memory, Plan, Route, make_plan, missing
+from kvconn.nixl.plan import Memory, Plan, make_plan, missing
+from kvconn.nixl.routes import Incompatible, Route
 from kvconn.nixl.wire import AgentMetadata, KvconnAgent
 
 FUZZ = settings(derandomize=True, database=None, deadline=None, max_examples=150)

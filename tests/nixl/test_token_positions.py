@@ -19,7 +19,8 @@ from kvconn.base import NO_BLOCK, GroupView
 from kvconn.geometry import Place, RankCache, Region
 from kvconn.nixl.pairing import Read, permuted, reads
 from kvconn.nixl.permute import permute_blocks
-from kvconn.nixl.plan import Incompatible, Plan, make_plan, missing, routes
+from kvconn.nixl.plan import Plan, make_plan, missing
+from kvconn.nixl.routes import Incompatible, routes
 from tests.nixl.geometries import Engine, Group, Rank, name, other, ranks
 
 FUZZ = settings(derandomize=True, database=None, deadline=None, max_examples=300)
