@@ -270,8 +270,9 @@ def _loop(core: EngineCore, pipe: Connection, wake: int) -> str:
         if not core.has_work():
             pause = None
             pipe.send(("stats", core.stats()))
-        while ready := wait([pipe, wake], pause):
+        while ready := wait([pipe, wake, *core.executor.ends], pause):
             pause = 0.0
+            core.executor.check()
             if wake in ready and signal.SIGTERM in os.read(wake, 64):
                 core.drain()
             if pipe in ready:

@@ -3,7 +3,8 @@
 Rules
 1. Workers are forked from the engine's own process before that has threads, so that torch is imported once.
 2. Every answer has a deadline; a worker that is silent or gone is an EngineDeadError that names its rank: the first to
-   fail, not those that then miss it in their collectives. A worker's ConfigError stays one.
+   fail, not those that then miss it in their collectives. A worker's ConfigError stays one. An engine that rests waits
+   for :attr:`Executor.ends` too, so that a rank's end is noticed when it happens.
 3. No worker outlives :meth:`Executor.close` or its engine.
 """
 
@@ -76,6 +77,17 @@ class Executor:
 
     def pids(self) -> list[int]:
         return [process.pid or 0 for process in self._processes]
+
+    @property
+    def ends(self) -> list[int]:
+        """What becomes readable when a worker ends, by rank."""
+        return [process.sentinel for process in self._processes]
+
+    def check(self) -> None:
+        """Raise EngineDeadError when a worker has ended."""
+        for rank, process in enumerate(self._processes):
+            if process.exitcode is not None:
+                raise self._dead(rank, f"ended with {process.exitcode} while nothing was asked of it")
 
     def _all(self, order: str, *args: Any) -> list[Any]:
         for rank, pipe in enumerate(self._pipes):

@@ -162,12 +162,15 @@ class TestDeaths:
         assert poll_until_dead(engine).startswith(f"engine killed: rank {rank} ")
         assert_all_end(pids)
 
-    def test_a_worker_killed_while_it_rests_is_named_at_the_next_order(self, start: Start) -> None:
+    @pytest.mark.parametrize("rank", [0, 1])
+    def test_a_worker_killed_while_it_rests_is_named_though_nothing_is_asked_of_it(
+        self, start: Start, rank: int
+    ) -> None:
         engine = start("rested", pcp=2)
-        os.kill(engine.worker_pids[1], signal.SIGKILL)
-        wait_until(lambda: not alive(engine.worker_pids[1]))
-        engine.submit(ENDLESS)
-        assert poll_until_dead(engine).startswith("engine rested: rank 1 ")
+        pids = [engine.pid, *engine.worker_pids]
+        os.kill(engine.worker_pids[rank], signal.SIGKILL)
+        assert poll_until_dead(engine) == f"engine rested: rank {rank} ended with -9 while nothing was asked of it"
+        assert_all_end(pids)
 
     def test_a_stopped_worker_did_not_answer_in_time(self, start: Start) -> None:
         engine = start("stopped", step_timeout=1.0, **ROOMY)
