@@ -59,7 +59,7 @@ def test_a_broken_guard_is_found(
 
 
 def test_a_thread_that_ends_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvconn.nixl.sidechannel.parse_timestamp", lambda frame: 1 / 0)
+    monkeypatch.setattr("kvconn.nixl.sideclient.parse_timestamp", lambda frame: 1 / 0)
     with pytest.raises(AssertionError, match=r"threads have ended: \['HandshakeClient"):
         fuzz(600, seed=7, target="live")
 

@@ -16,7 +16,7 @@ from kvconn.errors import ConfigError, PeerError
 from kvconn.geometry import Place, Side
 from kvconn.nixl.routes import MAX_PP, MAX_TP
 from kvconn.nixl.shape import Shape
-from kvconn.nixl.sidechannel import HandshakeClient
+from kvconn.nixl.sideclient import HandshakeClient
 from kvconn.nixl.survey import Peer
 from kvconn.nixl.wire import AgentMetadata, WireCodec
 from kvconn.params import PeerKey

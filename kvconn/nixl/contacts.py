@@ -21,7 +21,7 @@ from kvconn.metrics import Meter
 from kvconn.nixl.agent import Agent
 from kvconn.nixl.handshake import FIRST, Greeting, Offer, Ours
 from kvconn.nixl.peers import Peer, PeerKey, Peers, PeerState, Source, Work
-from kvconn.nixl.sidechannel import HandshakeClient
+from kvconn.nixl.sideclient import HandshakeClient
 from kvconn.nixl.wire import encode_done, encode_heartbeats
 from kvconn.transport.base import Transport
 from kvconn.trust import load_trust

@@ -19,7 +19,7 @@ from zmq.utils.monitor import parse_monitor_message
 from kvconn.nixl.gate import BUSY
 from kvconn.trust import FleetKey
 
-__all__ = ["FAILURES", "Curve", "Refusal", "refusal", "unasked"]
+__all__ = ["FAILURES", "Curve", "Refusal", "ended", "refusal", "unasked"]
 
 #: what a monitor is asked for
 FAILURES = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -56,10 +56,12 @@ def _public(secret: bytes) -> bytes:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why no handshake came about. ``final``: trying again within its deadline is of no use."""
+    """Why no handshake came about, and at which endpoint. ``final``: trying that again within the deadline is of no
+    use."""
 
     why: str
     final: bool
+    where: bytes = b""
 
 
 def unasked(message: list[bytes]) -> bool:
@@ -67,19 +69,26 @@ def unasked(message: list[bytes]) -> bool:
     return bool(parse_monitor_message(message)["event"] & FAILURES & ~zmq.EVENT_HANDSHAKE_FAILED_AUTH)
 
 
+def ended(message: list[bytes]) -> bool:
+    """Of a monitor of a client: a connection that had got through its handshake is over."""
+    return bool(parse_monitor_message(message)["event"] & zmq.EVENT_DISCONNECTED)
+
+
 def refusal(message: list[bytes], keyed: bool) -> Refusal | None:
     """What a monitor's message (one of FAILURES) says to whoever asked, with a key or without."""
     told = parse_monitor_message(message)
-    event, value = told["event"], told["value"]
+    event, value, where = told["event"], told["value"], told["endpoint"]
     if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
         if value == int(BUSY):
-            return Refusal("it refuses us for now: too many handshakes from our address (kvconn.handshake_rate)", True)
-        return Refusal("it refuses us: our address is not in its kvconn.allow, or our fleet key is not its", True)
+            why = "it refuses us for now: too many handshakes from our address (kvconn.handshake_rate)"
+            return Refusal(why, True, where)
+        why = "it refuses us: our address is not in its kvconn.allow, or our fleet key is not its"
+        return Refusal(why, True, where)
     if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and value == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
         if keyed:
-            return Refusal("it has no fleet key: a stock engine, or one without kvconn.key_file", True)
-        return Refusal("it wants the fleet's key: set kvconn.key_file here", True)
+            return Refusal("it has no fleet key: a stock engine, or one without kvconn.key_file", True, where)
+        return Refusal("it wants the fleet's key: set kvconn.key_file here", True, where)
     if event & FAILURES:
         ends = "its fleet key is not ours" if keyed else "it does not speak our protocol"
-        return Refusal(f"it ended the handshake; perhaps {ends}", False)
+        return Refusal(f"it ended the handshake; perhaps {ends}", False, where)
     return None

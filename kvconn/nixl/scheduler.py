@@ -31,7 +31,7 @@ from kvconn.nixl.blocks import blocks_held, blocks_to_fill
 from kvconn.nixl.fence import Fence, FenceSlots, check_signature, fresh_key, prompt_digest, seal, sign
 from kvconn.nixl.handshake import side_of
 from kvconn.nixl.metadata import LoadSpec, NixlHandshake, NixlStep, SendSpec
-from kvconn.nixl.sidechannel import HandshakeServer
+from kvconn.nixl.sideserver import HandshakeServer
 from kvconn.nixl.wire import WireCodec
 from kvconn.params import (
     KvconnRef,

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from kvconn.cli.app import app
 from kvconn.geometry import Place
 from kvconn.nixl.shape import Shape, cache_of, metadata_of, parse_shape
-from kvconn.nixl.sidechannel import HandshakeServer
+from kvconn.nixl.sideserver import HandshakeServer
 from kvconn.nixl.survey import factors_of
 from kvconn.nixl.wire import HandshakePayload, KvconnHandshake
 from tests.support import free_port

@@ -18,7 +18,7 @@ from unittest.mock import patch
 
 import msgspec
 
-from kvconn.nixl.sidechannel import HandshakeResult
+from kvconn.nixl.sideclient import HandshakeResult
 from kvconn.params import PeerKey
 from kvconn.testing import ManualClock
 from kvconn.transport.loopback import LoopbackNet

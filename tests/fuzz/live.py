@@ -15,7 +15,8 @@ import time
 import msgspec
 import zmq
 
-from kvconn.nixl.sidechannel import HandshakeClient, HandshakeServer
+from kvconn.nixl.sideclient import HandshakeClient
+from kvconn.nixl.sideserver import HandshakeServer
 from kvconn.nixl.wire import encode_request
 from kvconn.params import PeerKey
 from kvconn.trust import FleetKey, Trust

@@ -19,11 +19,12 @@ import zmq
 
 from kvconn.config import LIMITS, network
 from kvconn.errors import ConfigError, RequestError
-from kvconn.nixl import sidechannel
+from kvconn.nixl import sideclient
 from kvconn.nixl.curve import Curve
 from kvconn.nixl.fence import check_signature, sign
 from kvconn.nixl.names import endpoint, plain_name
-from kvconn.nixl.sidechannel import HandshakeClient, HandshakeResult, HandshakeServer
+from kvconn.nixl.sideclient import HandshakeClient, HandshakeResult
+from kvconn.nixl.sideserver import HandshakeServer
 from kvconn.nixl.wire import encode_request
 from kvconn.params import KvconnRef, RemoteRef, parse_remote, to_params
 from kvconn.trust import FleetKey, Trust
@@ -294,7 +295,7 @@ class TestNames:
     def test_handshakes_that_wait_are_bounded(
         self, client: Callable[..., HandshakeClient], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(sidechannel, "MAX_PENDING", 0)
+        monkeypatch.setattr(sideclient, "MAX_PENDING", 0)
         asking = client()
         for _ in range(LIMITS.peers_max + 3):
             asking.start(("P", HOST, 9))

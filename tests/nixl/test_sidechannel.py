@@ -12,7 +12,8 @@ import pytest
 import zmq
 
 from kvconn.errors import ConfigError
-from kvconn.nixl.sidechannel import HandshakeClient, HandshakeResult, HandshakeServer
+from kvconn.nixl.sideclient import HandshakeClient, HandshakeResult
+from kvconn.nixl.sideserver import HandshakeServer
 from kvconn.nixl.wire import MAX_REQUEST, encode_request
 from kvconn.params import PeerKey
 from tests.support import free_port, wait_until

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from kvconn.nixl.sidechannel import HandshakeResult
+from kvconn.nixl.sideclient import HandshakeResult
 from kvconn.params import PeerKey
 
 #: (host, port) -> payload by (pp, tp)

@@ -1,169 +1,42 @@
-"""The handshake channel: one server per engine, one client per worker.
+"""The handshake channel, client's side: one client per worker.
 
 Rules
-1. The server never dies of what it receives: a frame that is not a request, or names a rank that serves nobody, is
-   dropped and counted (C9). It answers from memory and holds nothing per client. Who is let in is the gate's decision.
-2. The client asks all peers at once from one thread; a peer that does not answer costs its own deadline only, and so
+1. The client asks all peers at once from one thread; a peer that does not answer costs its own deadline only, and so
    does a name that nobody resolves (C7). It connects to addresses only, and only to those in ``kvconn.allow``.
+2. A name's addresses are tried together, the first few of them, on one socket and within one deadline. The request goes
+   to the first that gets through its handshake; if that one hangs up unheard, to the next that does.
 3. Results cross to the step thread in a queue; sockets never leave their thread.
-4. With a fleet key either side speaks CURVE and nothing else: there is no way down.
+4. With a fleet key it speaks CURVE and nothing else: there is no way down.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-import msgspec
 import zmq
 
 from kvconn.config import LIMITS
-from kvconn.errors import ConfigError
-from kvconn.nixl.curve import FAILURES, Curve, refusal, unasked
-from kvconn.nixl.gate import Gate
+from kvconn.nixl.curve import FAILURES, Curve, ended, refusal
 from kvconn.nixl.names import LookUp, Names, endpoint, look_up, plain_name
-from kvconn.nixl.wire import MAX_FRAME, MAX_REQUEST, encode_request, parse_request, parse_timestamp
+from kvconn.nixl.wire import MAX_FRAME, encode_request, parse_timestamp
 from kvconn.params import PeerKey
 from kvconn.trust import Trust, numeric
 
-__all__ = ["HandshakeClient", "HandshakeResult", "HandshakeServer"]
+__all__ = ["HandshakeClient", "HandshakeResult"]
 
-log = logging.getLogger("kvconn.nixl")
-_POLL_MS = 100
 #: peers asked at once; each is two sockets, and requests name as many peers as they like
 MAX_PENDING = 128
 #: milliseconds between two tries to connect grow to this
 _RECONNECT_MS = 1000
-_DOMAIN = b"kvconn"
-#: answers that one connection may leave unread; more are dropped
-UNREAD = 4
-#: bytes: CURVE's own commands are longer than any request
-_CURVE_ROOM = 1024
-
-
-class HandshakeServer:
-    """Serves this engine's payloads on ``tcp://host:port``, to whom ``trust`` allows.
-
-    Binds in the constructor; raises ConfigError naming the port when it is taken.
-    """
-
-    def __init__(
-        self, host: str, port: int, payloads: Mapping[tuple[int, int], bytes], trust: Trust | None = None
-    ) -> None:
-        self._payloads = dict(payloads)
-        self.dropped = 0
-        self.refused = 0
-        trust = trust or Trust()
-        curve = Curve.of(trust.key) if trust.key is not None else None
-        self._gate = Gate(trust, curve.client_public if curve is not None else None)
-        self._told: dict[str, float] = {}
-        self._context = zmq.Context()
-        self._zap = self._context.socket(zmq.ROUTER)
-        self._zap.setsockopt(zmq.LINGER, 0)
-        self._zap.bind("inproc://zeromq.zap.01")
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST if curve is None else MAX_REQUEST + _CURVE_ROOM)
-        self._socket.setsockopt(zmq.SNDHWM, UNREAD)
-        self._socket.setsockopt(zmq.HANDSHAKE_IVL, int(LIMITS.handshake * 1000))
-        self._socket.zap_domain = _DOMAIN
-        if curve is not None:
-            curve.serve(self._socket)
-        self._monitor = self._socket.get_monitor_socket(FAILURES)
-        self._bind(host, port)
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="kvconn-side-channel", daemon=True)
-        self._thread.start()
-
-    def _bind(self, host: str, port: int) -> None:
-        try:
-            address = host if host == "*" or numeric(host) is not None else look_up(host)[0]
-            self._socket.setsockopt(zmq.IPV6, int(":" in address))
-            self._socket.bind(endpoint(address, port))
-        except (OSError, zmq.ZMQError) as err:
-            self._close_sockets()
-            self._context.term()
-            raise ConfigError(
-                f"side channel: cannot listen on {host}:{port}: {err}; is another engine on this port? "
-                "set VLLM_NIXL_SIDE_CHANNEL_HOST / VLLM_NIXL_SIDE_CHANNEL_PORT"
-            ) from None
-
-    def replace(self, payloads: Mapping[tuple[int, int], bytes]) -> None:
-        """Serve these from now on (a worker made a new agent)."""
-        self._payloads = dict(payloads)
-
-    def _run(self) -> None:
-        poller = zmq.Poller()
-        work = {self._zap: self._judge, self._socket: self._answer, self._monitor: self._note}
-        for socket in work:
-            poller.register(socket, zmq.POLLIN)
-        while not self._stop.is_set():
-            try:
-                for socket, _ in poller.poll(_POLL_MS):
-                    work[socket]()
-            except zmq.Again:
-                continue
-            except zmq.ZMQError as err:
-                log.warning("side channel: %s", err)
-        self._close_sockets()
-
-    def _judge(self) -> None:
-        reply, why = self._gate.zap(self._zap.recv_multipart(zmq.NOBLOCK), time.monotonic())
-        if why:
-            self._refuse("gate", why)
-        if reply:
-            self._zap.send_multipart(reply, zmq.NOBLOCK)
-
-    def _note(self) -> None:
-        """A connection ended in its handshake. Which side sees first that they speak different protocols is chance."""
-        if unasked(self._monitor.recv_multipart(zmq.NOBLOCK)):
-            self._refuse("keys", "a connection did not get through the handshake: a stock engine, or another fleet key")
-
-    def _refuse(self, kind: str, why: str) -> None:
-        """Count it; say it once in a while."""
-        self.refused += 1
-        now = time.monotonic()
-        if now - self._told.get(kind, -LIMITS.complain) >= LIMITS.complain:
-            self._told[kind] = now
-            log.warning("side channel: refused a peer (%d until now): %s", self.refused, why)
-
-    def _answer(self) -> None:
-        frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-        body = frames[2] if len(frames) == 3 and len(frames[1]) == 0 else None
-        request = parse_request(body.bytes) if body is not None else None
-        payload = self._payloads.get(request) if request is not None else None
-        if body is None or payload is None:
-            self.dropped += 1
-            return
-        address = str(body.get("Peer-Address"))
-        if not self._gate.asks(address, time.monotonic()):
-            self._refuse("requests", f"{address} asks too often (kvconn.handshake_rate)")
-            return
-        clock = msgspec.msgpack.encode(time.perf_counter())
-        self._socket.send_multipart([frames[0].bytes, b"", payload, clock], zmq.NOBLOCK)
-
-    def _close_sockets(self) -> None:
-        self._socket.disable_monitor()
-        for socket in (self._monitor, self._socket, self._zap):
-            socket.close(0)
-
-    def close(self) -> None:
-        """Stop and free the port. Idempotent."""
-        self._stop.set()
-        self._thread.join(LIMITS.end_thread)
-        self._context.term() if not self._thread.is_alive() else None
-
-    def __repr__(self) -> str:
-        state = "listening" if self._thread.is_alive() else "closed"
-        counts = f"payloads={len(self._payloads)} dropped={self.dropped} refused={self.refused}"
-        return f"HandshakeServer({state} {counts})"
+#: addresses of one name that are tried
+MAX_TRIED = 8
 
 
 @dataclass(frozen=True)
@@ -190,6 +63,9 @@ class _Ask:
     #: where to, once that is known
     addresses: list[str] = field(default_factory=list)
     hint: str = ""
+    #: how many addresses are tried, and those of them that will not have us
+    tried: int = 0
+    final: set[bytes] = field(default_factory=set)
 
 
 class _Line:
@@ -202,19 +78,28 @@ class _Line:
             self.socket.setsockopt(zmq.LINGER, 0)
             self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)
             self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MS)
-            self.monitor = self.socket.get_monitor_socket(FAILURES)
+            self.socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing is queued for an address that may never be there
+            self.monitor = self.socket.get_monitor_socket(FAILURES | zmq.EVENT_DISCONNECTED)
         except zmq.ZMQError:
             self.socket.close()
             raise
 
-    def send(self, address: str, curve: Curve | None) -> None:
+    def connect(self, addresses: Sequence[str], curve: Curve | None) -> None:
         """Raises ZMQError."""
         if curve is not None:
             curve.ask(self.socket)
-        self.socket.setsockopt(zmq.IPV6, int(":" in address))
-        self.socket.connect(endpoint(address, self.ask.key[2]))
-        with contextlib.suppress(zmq.Again):  # refused before we could ask: the monitor says why
+        self.ask.tried = len(addresses)
+        for address in addresses:
+            self.socket.setsockopt(zmq.IPV6, int(":" in address))
+            self.socket.connect(endpoint(address, self.ask.key[2]))
+
+    def send(self) -> bool:
+        """To whoever is there by now; False: nobody."""
+        try:
             self.socket.send_multipart([b"", encode_request(self.ask.pp, self.ask.tp)], zmq.NOBLOCK)
+        except zmq.ZMQError:  # gone again; the monitor says why
+            return False
+        return True
 
     def close(self) -> None:
         self.socket.disable_monitor()
@@ -300,14 +185,16 @@ class HandshakeClient:
         poller.register(self._bell.fd, zmq.POLLIN)
         try:
             while not self._stop.is_set():
-                for source, _ in poller.poll(self._wait_ms()):
+                for source, events in poller.poll(self._wait_ms()):
                     line = self._lines.get(source)
                     if line is None:  # the bell, or a line that this round has ended
                         self._bell.heard()
-                    elif source is line.socket:
+                    elif source is not line.socket:
+                        self._refused(poller, line)
+                    elif events & zmq.POLLIN:
                         self._receive(poller, line)
                     else:
-                        self._refused(poller, line)
+                        self._send(poller, line)
                 self._expire(poller)
                 while self._named:
                     self._take_names(*self._named.popleft())
@@ -341,7 +228,7 @@ class HandshakeClient:
         known = [where for text in ask.addresses or [host] if (where := numeric(text)) is not None]
         allowed = [where for where in known if self._trust.allows(where)]
         if allowed:
-            self._ask(poller, ask, str(allowed[0]))
+            self._ask(poller, ask, [str(one) for one in allowed[:MAX_TRIED]])
         else:
             self._fail(ask, f"{' and '.join(map(str, known[:4]))} is not in kvconn.allow")
 
@@ -368,23 +255,27 @@ class HandshakeClient:
             else:
                 self._fail(ask, f"cannot connect: the name {name!r} leads to no address: {why}")
 
-    def _ask(self, poller: zmq.Poller, ask: _Ask, address: str) -> None:
-        ask.sent = self._clock()
+    def _ask(self, poller: zmq.Poller, ask: _Ask, addresses: Sequence[str]) -> None:
         try:
             line = _Line(self._context, ask)
         except zmq.ZMQError as err:
             self._fail(ask, f"no socket: {err}")
             return
         try:
-            line.send(address, self._curve)
+            line.connect(addresses, self._curve)
         except zmq.ZMQError as err:
             line.close()
             self._fail(ask, f"cannot connect: {err}")
             return
         self._pending += 1
-        for source in (line.socket, line.monitor):
-            self._lines[source] = line
-            poller.register(source, zmq.POLLIN)
+        self._lines[line.socket] = self._lines[line.monitor] = line
+        poller.register(line.socket, zmq.POLLIN | zmq.POLLOUT)
+        poller.register(line.monitor, zmq.POLLIN)
+
+    def _send(self, poller: zmq.Poller, line: _Line) -> None:
+        line.ask.sent = self._clock()
+        if line.send():
+            poller.modify(line.socket, zmq.POLLIN)
 
     def _receive(self, poller: zmq.Poller, line: _Line) -> None:
         try:
@@ -401,22 +292,30 @@ class HandshakeClient:
         self._results.append(HandshakeResult(ask.key, frames[1], "", offset, ask.number))
 
     def _refused(self, poller: zmq.Poller, line: _Line) -> None:
+        ask = line.ask
         try:
-            found = refusal(line.monitor.recv_multipart(zmq.NOBLOCK), self._curve is not None)
+            message = line.monitor.recv_multipart(zmq.NOBLOCK)
         except zmq.ZMQError:
             return
-        if found is not None:
-            line.ask.hint = found.why
-        if found is not None and found.final:
+        if ended(message):  # perhaps it was asked; whoever is there next is asked again
+            poller.modify(line.socket, zmq.POLLIN | zmq.POLLOUT)
+        found = refusal(message, self._curve is not None)
+        if found is None:
+            return
+        ask.hint = found.why
+        if found.final:
+            ask.final.add(found.where)
+        if len(ask.final) >= ask.tried:
             self._finish(poller, line)
-            self._fail(line.ask, found.why)
+            self._fail(ask, found.why)
 
     def _expire(self, poller: zmq.Poller) -> None:
         now = self._clock()
         for line in {line for line in self._lines.values() if line.ask.deadline <= now}:
             self._finish(poller, line)
             hint = f"; {line.ask.hint}" if line.ask.hint else ""
-            self._fail(line.ask, f"no answer within {self._timeout:g} s{hint}")
+            many = f" from any of {line.ask.tried} addresses" if line.ask.tried > 1 else ""
+            self._fail(line.ask, f"no answer within {self._timeout:g} s{many}{hint}")
         for name, asks in self._naming.items():  # the name stays until its look-up ends: it is asked for once
             for ask in [ask for ask in asks if ask.deadline <= now]:
                 asks.remove(ask)
