@@ -6,6 +6,7 @@ a deadline; leaving the context kills the process.
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import signal
@@ -80,7 +81,10 @@ class _Child:
 
     def __init__(self, lease: float, name: str, reads: bool, pause: float, side: dict[str, Any]) -> None:
         from tests.support import NIXL_CONSUMER, NIXL_PRODUCER, Side
+        from tests.told import Told
 
+        self._told = Told()
+        logging.getLogger("kvconn").addHandler(self._told)
         limits = {"kv_lease_duration": lease, "kvconn": side.pop("kvconn", {})}
         transfer = {**(NIXL_CONSUMER if reads else NIXL_PRODUCER), "kv_connector_extra_config": limits}
         self.side = Side(name, transfer, **side)
@@ -127,6 +131,10 @@ class _Child:
         lines = [f"{pending}" for pending in self.side.aggregator.pending()]
         now = time.perf_counter()
         return lines + [line for half in (self.side.scheduler, *self.side.workers) for line in half.explain(now)]
+
+    def told(self) -> list[str]:
+        """What its operator was told since the last call."""
+        return self._told.take()
 
     def sent(self) -> list[str]:
         return list(self.side.sent)

@@ -6,7 +6,6 @@ are in ``tests/sim``; over real agents and processes in ``test_faults.py``, ``te
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +16,7 @@ from kvconn.config import ParallelConfig
 from kvconn.testing import ManualClock
 from tests.nixl.pairs import LEASE, Net
 from tests.support import NIXL_CONSUMER, Side
+from tests.told import Told, listening
 
 THEIRS, OURS = [3, 4, 9, 5], [11, 12, 1, 2]
 
@@ -29,8 +29,16 @@ def net() -> Iterator[Net]:
 
 
 @pytest.fixture(autouse=True)
-def quiet(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.CRITICAL, "kvconn.nixl")
+def told() -> Iterator[Told]:
+    """Every line that a fault is worth is asked for by its test; what is left over then was said once too often."""
+    with listening() as made:
+        yield made
+        made.exactly()
+
+
+#: P: nobody read it, or nobody could say that it was read
+EXPIRED = "rank 0: a was not read within its lease"
+NEW_AGENT = ("quarantine is 61.0 s old", "making a new NIXL agent")
 
 
 def serve(net: Net, p: Side, d: Side, id: str, seed: int) -> None:
@@ -97,7 +105,7 @@ def test_an_abort_on_d_at_any_stage_frees_both_sides_once(net: Net, stage: str) 
 
 @pytest.mark.parametrize("parts", [0, 1, 3])
 def test_a_transfer_that_raises_fails_its_request_and_its_blocks_come_back_when_nothing_lands(
-    net: Net, parts: int
+    net: Net, told: Told, parts: int
 ) -> None:
     """``parts`` of it were posted before it raised (F4)."""
     p, d = net.producer(), net.consumer()
@@ -114,11 +122,13 @@ def test_a_transfer_that_raises_fails_its_request_and_its_blocks_come_back_when_
         net.clock.advance(61.0)  # the peer lives and parts may still land: only a new agent ends that
     net.run(lambda: "a" in d.received and "a" in p.sent)
     assert d.failed == ["a"] and "read" in d.reasons["a"]
+    failed = ("load of a failed: peer P@", ", read: ", "the post failed, as ordered")
+    told.exactly(failed, *([EXPIRED, NEW_AGENT] if parts else []))
     serve(net, p, d, "after", 3)
     net.sound()
 
 
-def test_of_two_reads_one_fails_and_the_other_writes_on_until_it_is_quiet(net: Net) -> None:
+def test_of_two_reads_one_fails_and_the_other_writes_on_until_it_is_quiet(net: Net, told: Told) -> None:
     """D's one rank reads half of the heads from each of P's two; the first handle fails at once, the second later."""
     p, d = net.producer(parallel=ParallelConfig(tp=2), heads=2), net.consumer(heads=2)
     serve(net, p, d, "before", 1)
@@ -138,12 +148,16 @@ def test_of_two_reads_one_fails_and_the_other_writes_on_until_it_is_quiet(net: N
     net.clock.advance(61.0)
     net.run(lambda: "a" in d.received and "a" in p.sent)
     assert d.failed == ["a"] and d.received.count("a") == 1
+    failed = ("load of a failed: peer P@", " pp 0 tp 0, read: a part of it failed")
+    told.exactly(failed, NEW_AGENT, EXPIRED, EXPIRED.replace("rank 0", "rank 1"))  # one rank of P, and the other
     serve(net, p, d, "after", 3)
     net.sound()
 
 
 @pytest.mark.parametrize("fate", ["lost", "twice", "late", "later than the lease"])
-def test_what_becomes_of_a_notification_changes_when_blocks_come_back_and_nothing_else(net: Net, fate: str) -> None:
+def test_what_becomes_of_a_notification_changes_when_blocks_come_back_and_nothing_else(
+    net: Net, told: Told, fate: str
+) -> None:
     p, d = net.producer(), net.consumer()
     serve(net, p, d, "before", 1)
     net.load(d, "a", p.prefill("a", THEIRS, 2), OURS)
@@ -160,6 +174,7 @@ def test_what_becomes_of_a_notification_changes_when_blocks_come_back_and_nothin
     net.run(lambda: "a" in p.sent)
     expired = p.stats.values.get("nixl_num_kv_expired_reqs", 0)
     assert expired == (1 if fate in ("lost", "later than the lease") else 0)
+    told.exactly(*[EXPIRED] * int(expired))
     net.clock.advance(6.0)
     net.net.run()
     p.step()
@@ -189,7 +204,7 @@ def test_malformed_notifications_are_counted_and_change_nothing(net: Net) -> Non
     net.sound()
 
 
-def test_a_peer_that_never_answers_fails_at_its_deadline_and_delays_nobody(net: Net) -> None:
+def test_a_peer_that_never_answers_fails_at_its_deadline_and_delays_nobody(net: Net, told: Told) -> None:
     dead, p, d = net.producer("dead"), net.producer(), net.consumer()
     to_dead = dead.prefill("x", THEIRS, 1)
     net.load(d, "x", to_dead, [20, 21, 22, 23])
@@ -202,11 +217,15 @@ def test_a_peer_that_never_answers_fails_at_its_deadline_and_delays_nobody(net: 
     net.run(lambda: "x" in d.received)
     assert d.failed == ["x"] and "no answer in time" in d.reasons["x"]
     net.sound()
+    no_answer = "peer dead@", ", handshake: no answer in time"
+    told.exactly(
+        ("handshake failed: ", *no_answer), ("load of x failed: ", *no_answer), "x was not read within its lease"
+    )
     assert dead.sent == ["x"] and dead.stats.values["nixl_num_kv_expired_reqs"] == 1
 
 
 @pytest.mark.parametrize("epochs", [(5.0, 9e8), (9e8, 5.0)])
-def test_monotonic_clocks_of_different_epochs_do_not_meet(net: Net, epochs: tuple[float, float]) -> None:
+def test_monotonic_clocks_of_different_epochs_do_not_meet(net: Net, told: Told, epochs: tuple[float, float]) -> None:
     """Every half of every engine has its own: what crosses is rebased where it arrives."""
     clocks = [ManualClock(start) for start in (*epochs, *reversed(epochs))]
     p, d = net.producer(), net.consumer()
@@ -227,11 +246,12 @@ def test_monotonic_clocks_of_different_epochs_do_not_meet(net: Net, epochs: tupl
     wait(2.0)
     net.run(lambda: "b" in p.sent)
     assert p.stats.values["nixl_num_kv_expired_reqs"] == 1
+    told.exactly("rank 0: b was not read within its lease")
     net.sound()
 
 
 @pytest.mark.parametrize("whose", ["P", "D"])
-def test_a_clock_that_goes_back_delays_deadlines_and_breaks_nothing(net: Net, whose: str) -> None:
+def test_a_clock_that_goes_back_delays_deadlines_and_breaks_nothing(net: Net, told: Told, whose: str) -> None:
     p, d = net.producer(clock=ManualClock(1000.0)), net.consumer(clock=ManualClock(1000.0))
     moved: Any = (p if whose == "P" else d).workers[0]
     serve(net, p, d, "before", 1)
@@ -247,6 +267,7 @@ def test_a_clock_that_goes_back_delays_deadlines_and_breaks_nothing(net: Net, wh
     for side in (p, d):
         side.workers[0]._clock.now += LEASE + 1  # type: ignore[attr-defined]
     net.run(lambda: "b" in p.sent)
+    told.exactly("rank 0: b was not read within its lease")
     serve(net, p, d, "after", 4)
     moved._clock.now += 500.0
     net.sound()

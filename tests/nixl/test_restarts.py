@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 from kvconn.nixl.wire import WireCodec
 from tests.nixl.producer import Producer as Child
 from tests.support import NIXL_CONSUMER, NIXL_PRODUCER, Side, free_port, wait_until
+from tests.told import Told, exactly, listening
 
 TCP = {"UCX_TLS": "tcp"}
 BLOCKS = list(range(48))
@@ -19,8 +19,11 @@ Producer = partial(Child, env=TCP, pause=0.001, num_blocks=64)
 
 
 @pytest.fixture(autouse=True)
-def quiet(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.CRITICAL, "kvconn.nixl")
+def told() -> Iterator[Told]:
+    """Every line that a fault is worth is asked for by its test; what is left over then was said once too often."""
+    with listening() as made:
+        yield made
+        made.exactly()
 
 
 @pytest.fixture
@@ -36,6 +39,17 @@ def load(d: Side, id: str, params: Any) -> bool:
     d.load(id, params, BLOCKS)
     wait_until(lambda: d.step() is not None and id in d.received, what=repr(d.workers[0]))
     return id not in d.failed
+
+
+def each_failure_once(d: Side, told: Told) -> None:
+    """One line for every load that failed, which names the peer; one for each connection that was found lost, and each
+    handshake that failed."""
+    lines = told.take()
+    loads = [line for line in lines if "load of" in line]
+    exactly(loads, *[(f"load of {id} failed: ", "P@127.0.0.1:") for id in d.failed])
+    others = [line for line in lines if line not in loads]
+    assert all("cannot notify P@127.0.0.1:" in line or "handshake failed: peer P@" in line for line in others), others
+    assert len(others) <= 3 and len(set(others)) == len(others), others
 
 
 def until_served(d: Side, p: Child, seed: int) -> int:
@@ -56,7 +70,7 @@ def until_served(d: Side, p: Child, seed: int) -> int:
 
 @pytest.mark.parametrize(("name", "killed"), [("P", "after the read"), ("another", "before the read")])
 def test_a_producer_back_at_its_address_is_read_and_references_of_the_old_one_are_not(
-    d: Side, name: str, killed: str
+    d: Side, told: Told, name: str, killed: str
 ) -> None:
     port = free_port()
     with Producer(port=port) as p:
@@ -72,9 +86,10 @@ def test_a_producer_back_at_its_address_is_read_and_references_of_the_old_one_ar
         assert until_served(d, p, 4) <= 3
         assert not load(d, "old again", old)
     assert d.aggregator.pending() == []
+    each_failure_once(d, told)
 
 
-def test_a_producer_back_with_another_shape_is_refused_by_name_until_it_has_its_old_one(d: Side) -> None:
+def test_a_producer_back_with_another_shape_is_refused_by_name_until_it_has_its_old_one(d: Side, told: Told) -> None:
     port = free_port()
     with Producer(port=port) as p:
         assert load(d, "warm", p.order("prefill", "warm", BLOCKS, 1))
@@ -85,6 +100,7 @@ def test_a_producer_back_with_another_shape_is_refused_by_name_until_it_has_its_
     with Producer(port=port) as p:
         until_served(d, p, 3)
     assert d.aggregator.pending() == []
+    each_failure_once(d, told)
 
 
 class OtherVersion(WireCodec):
@@ -94,7 +110,7 @@ class OtherVersion(WireCodec):
         return super().factors(config) | {"wire version": "2999"}
 
 
-def test_a_peer_of_another_version_is_refused_by_name_and_others_are_read(d: Side) -> None:
+def test_a_peer_of_another_version_is_refused_by_name_and_others_are_read(d: Side, told: Told) -> None:
     other, p = Side("other", NIXL_PRODUCER, codec=OtherVersion()), Side("P", NIXL_PRODUCER)
     try:
         d.load("a", other.prefill("a", [1, 2], 1), [1, 2])
@@ -102,6 +118,8 @@ def test_a_peer_of_another_version_is_refused_by_name_and_others_are_read(d: Sid
         wait_until(lambda: all(s.step() is not None for s in (d, other, p)) and len(d.received) == 2)
         assert d.failed == ["a"] and d.holds([3, 4], 2)
         assert "wire version" in d.reasons["a"] and "2999" in d.reasons["a"], d.reasons
+        why = "peer other@", ", compatibility: wire version: ours 1, theirs 2999"
+        told.exactly(("handshake failed: ", *why), ("load of a failed: ", *why))
     finally:
         other.close()
         p.close()
@@ -119,6 +137,7 @@ def test_a_reader_killed_with_its_reads_under_way_holds_nothing_of_the_producer_
             wait_until(lambda n=n: {f"a{n}", f"w{n}"} <= set(p.order("sent")))  # type: ignore[misc]
         assert p.order("left") == []
         assert p.order("stats")["nixl_num_kv_expired_reqs"] == 2
+        exactly(p.order("told"), *[f"rank 0: a{n} was not read within its lease" for n in range(2)])
         with Producer(reads=True, name="D") as reader:
             reader.order("load", "last", p.order("prefill", "last", BLOCKS, 9), BLOCKS)
             wait_until(lambda: reader.order("results")[0] == ["last"])
@@ -143,3 +162,5 @@ def test_a_reader_stopped_past_the_lease_is_refused_what_it_reads_then() -> None
         _, failed, reasons = reader.order("results")
         assert failed == ["a"] and "fence" in reasons["a"], reasons
         assert reader.order("left") == p.order("left") == []
+        exactly(reader.order("told"), ("load of a failed: peer P@", ", fence: it let go of these blocks"))
+        exactly(p.order("told"), "rank 0: a was not read within its lease")
