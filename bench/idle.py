@@ -1,39 +1,162 @@
-"""What an agent costs while nothing moves: ours as an engine has it, and NIXL's default as stock has it.
+"""What an agent costs while nothing moves, and what its way to rest costs those who read from it.
 
-CPU time of the process, so that what else runs here makes a spinning thread look cheaper, never ours dearer.
+Two processes for each agent and transport, the others stopped; P does nothing but be there. CPU time of P's process, so
+that what else runs here makes a spinning thread look cheaper, never ours dearer. D does not spin on a read either: it
+asks, and yields.
 """
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import signal
+import statistics
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from typing import Any, Final
 
-from bench.measure import Table, alternate
+import numpy as np
+
+from bench.measure import Series, Table
+from kvconn.transport import nixl
+from kvconn.transport.base import HandleState, MemoryRegion
 from kvconn.transport.nixl import NixlTransport
 
-__all__ = ["run"]
+__all__ = ["percentiles", "run"]
 
-SECONDS = 1.0
+#: agents: progress, and whether its pump may wait on UCX's sockets
+AGENTS: Final = {
+    "pump that listens (ours)": ("pump", True),
+    "pump that sleeps": ("pump", False),
+    "NIXL's progress thread (stock)": ("nixl", True),
+}
+TLS: Final = ("", "tcp")
+SMALL, LARGE = 8, 64 << 20
+SECONDS, REST, SMALLS = 1.0, 0.02, 20
+DEADLINE = 60.0
 
 
 def run(rounds: int = 9) -> Iterator[Table]:
-    subjects = {
-        "ours (pump)": lambda: _idle(lambda: NixlTransport("pump")),
-        "NIXL's progress thread (stock)": lambda: _idle(lambda: NixlTransport("nixl")),
-    }
-    got = alternate(subjects, min(rounds, 5))
-    table = Table("An idle agent, percent of a core", ("agent", "% of a core"))
-    for name, one in got.items():
-        table.add(name, one)
+    table = Table(
+        "An idle agent: percent of a core, and reads from it: 8 bytes after 20 ms of rest, and 64 MiB",
+        ("UCX_TLS", "agent", "% of a core", "first read ms", "8 bytes p50 ms", "p95 ms", "GB/s"),
+    )
+    for tls in TLS:
+        pairs = {name: Pair(tls, *how) for name, how in AGENTS.items()}
+        got: dict[str, list[tuple[float, list[float], float]]] = {name: [] for name in pairs}
+        try:
+            for _ in range(min(rounds, 5)):
+                for name, pair in pairs.items():
+                    got[name].append(pair.turn())
+        finally:
+            for pair in pairs.values():
+                pair.close()
+        for name, turns in got.items():
+            half, most = percentiles([one for _, small, _ in turns for one in small])
+            rates = Series(tuple(LARGE / 1e9 / large for _, _, large in turns))
+            idle = Series(tuple(share for share, _, _ in turns))
+            table.add(tls or "default", name, idle, pairs[name].first * 1e3, half * 1e3, most * 1e3, rates)
     yield table
 
 
-def _idle(make: Callable[[], NixlTransport]) -> float:
-    transport = make()
-    try:
-        time.sleep(0.3)  # it settles
+def percentiles(times: list[float]) -> tuple[float, float]:
+    """The median, and what 95 of 100 stay below."""
+    ordered = sorted(times)
+    return statistics.median(ordered), ordered[min(len(ordered) - 1, int(len(ordered) * 0.95))]
+
+
+class Pair:
+    """P and D; stopped between turns."""
+
+    def __init__(self, tls: str, progress: str, listens: bool) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._p, p_end = context.Pipe()
+        self._d, d_end = context.Pipe()
+        self._processes = [
+            context.Process(target=_producer, args=(p_end, tls, progress, listens), daemon=True),
+            context.Process(target=_consumer, args=(d_end, tls, progress, listens), daemon=True),
+        ]
+        for process in self._processes:
+            process.start()
+        self._d.send(answer(self._p))
+        #: seconds of the first read, connecting included
+        self.first: float = answer(self._d)
+        self._signal(signal.SIGSTOP)
+
+    def turn(self) -> tuple[float, list[float], float]:
+        """Percent of a core idle; seconds of small reads and of a large one."""
+        self._signal(signal.SIGCONT)
+        self._p.send(None)
+        share = answer(self._p)
+        self._d.send(None)
+        small, large = answer(self._d)
+        self._signal(signal.SIGSTOP)
+        return share, small, large
+
+    def _signal(self, which: signal.Signals) -> None:
+        for process in self._processes:
+            os.kill(process.pid or 0, which)
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join(DEADLINE)
+
+
+def answer(pipe: Connection) -> Any:
+    if not pipe.poll(DEADLINE):
+        raise RuntimeError("a child did not answer in time")
+    return pipe.recv()
+
+
+# -- in the children
+
+
+def _agent(tls: str, progress: Any, listens: bool) -> tuple[NixlTransport, Any]:
+    if tls:
+        os.environ["UCX_TLS"] = tls
+    if not listens:
+        nixl.event_sets = frozenset
+    agent = NixlTransport(progress)
+    memory = np.ones(LARGE, np.uint8)
+    agent.register([MemoryRegion(memory.ctypes.data, LARGE)])
+    return agent, memory
+
+
+def _producer(pipe: Connection, *how: Any) -> None:
+    agent, memory = _agent(*how)
+    pipe.send((agent.metadata(), memory.ctypes.data))
+    while True:
+        pipe.recv()
         start, began = time.process_time(), time.perf_counter()
         time.sleep(SECONDS)
-        return (time.process_time() - start) / (time.perf_counter() - began) * 100
-    finally:
-        transport.close()
+        pipe.send((time.process_time() - start) / (time.perf_counter() - began) * 100)
+
+
+def _consumer(pipe: Connection, *how: Any) -> None:
+    agent, memory = _agent(*how)
+    blob, base = pipe.recv()
+    peer = agent.add_peer(blob)
+
+    def read(size: int) -> float:
+        local, remote = np.array([[memory.ctypes.data, size]]), np.array([[base, size]])
+        start = time.perf_counter()
+        handle = agent.post_read(peer, local, remote)
+        while agent.poll(handle) is HandleState.PENDING:
+            time.sleep(0)
+        spent = time.perf_counter() - start
+        agent.release(handle)
+        return spent
+
+    time.sleep(0.5)  # P has settled
+    pipe.send(read(SMALL))
+    while True:
+        pipe.recv()
+        small = [_rested(lambda: read(SMALL)) for _ in range(SMALLS)]
+        pipe.send((small, read(LARGE)))
+
+
+def _rested(read: Callable[[], float]) -> float:
+    time.sleep(REST)
+    return read()

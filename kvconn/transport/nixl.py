@@ -3,7 +3,8 @@
 Rules (F1 to F8 are docs/design.md, section 2; measured on nixl 1.5.1)
 1. One lock around every call into the agent, because NIXL is told that it is used from one thread. Callers come before
    the pump (``_Gate``): the pump never waits for the lock and never asks for it while a caller wants it.
-2. The pump progresses and queues notifications. It changes no state: handles are judged in :meth:`NixlTransport.poll`.
+2. The pump (``pump``) progresses and queues notifications. It changes no state: handles are judged in
+   :meth:`NixlTransport.poll`.
 3. ``DONE`` is given out only after a second look. NIXL keeps one request per post and drops the others' results, so
    that its own DONE can hide a part that failed (F7); a failed part leaves its connection failed, and posting a read of
    no bytes on that connection says so for a microsecond.
@@ -20,7 +21,6 @@ from __future__ import annotations
 import importlib
 import logging
 import threading
-import time
 import uuid
 import weakref
 from collections import deque
@@ -30,33 +30,21 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from kvconn.config import LIMITS
 from kvconn.errors import TransportError
 from kvconn.transport import blame
 from kvconn.transport.base import Descs, HandleState, MemoryRegion, MemType, Progress, Transport
 from kvconn.transport.blob import damage
+from kvconn.transport.pacing import Round
+from kvconn.transport.pump import Pump, event_sets
 from kvconn.transport.ucx import cma_usable, prepare_ucx_env
 
 __all__ = ["NixlTransport", "cma_usable", "prepare_ucx_env"]
 
 log = logging.getLogger(__name__)
 
-#: the pump's sleep grows to this when nothing happens: at 1 ms an idle agent costs a few percent of a core (F2).
-IDLE_PAUSE: Final = 1e-3
-#: for this long after a post or a notification the pump only yields; then it sleeps ``pump_interval`` while reads are
-#: posted. Yielding for the whole of a 128 MiB tcp read was no faster, and a read from a stopped peer would burn a core.
-ACTIVE_FOR: Final = 2e-3
-#: against 20 us here: an 8-byte tcp read 0.54 ms, not 0.65 (medians of 5 alternating runs, 2 busy cores); CMA no
-#: difference beyond the noise.
-ACTIVE_PAUSE: Final = 0.0
-#: how long the pump stays out of a caller's way; the caller progresses the agent itself.
-STAND_BACK: Final = 100e-6
-#: what the pump waits after the agent refused to progress, which is not expected at all.
-TROUBLE_PAUSE: Final = 50e-3
 #: more notifications than this are not kept: a peer must not fill our memory (C9).
 MAX_NOTIFICATIONS: Final = 65536
 MAX_NOTIFICATION_BYTES: Final = 64 << 20
-#: how long close() waits for the pump, which is at most one progress call away from seeing the flag.
 
 _FINAL: Final = {"DONE": HandleState.DONE, "ERR": HandleState.ERR}
 
@@ -137,7 +125,6 @@ class NixlTransport(Transport):
         self.backends = tuple(backends)
         #: notifications thrown away because nobody fetched the ones before them.
         self.dropped_notifications = 0
-        self._pump_interval = pump_interval
         self._max_notifications = max_notifications
         self._gate = _Gate()
         self._reads: dict[int, _Read] = {}
@@ -147,14 +134,13 @@ class NixlTransport(Transport):
         self._regions: list[Any] = []
         self._inbox: deque[tuple[str, bytes]] = deque()
         self._inbox_bytes = 0
+        self._arrivals = 0  # how often some came
         self._shape: bool | None = None  # whether NIXL's blobs are of the shape that we can check
-        self._active_until = 0.0
-        self._closing = False
+        self._pump: Pump | None = None
+        known = event_sets()
         self._agent: Any = _make_agent(self.name, progress, self.backends, num_threads)
-        self._pump: threading.Thread | None = None
         if progress == "pump":
-            self._pump = threading.Thread(target=_pump, args=(weakref.ref(self),), name="kvconn-nixl-pump", daemon=True)
-            self._pump.start()
+            self._pump = Pump(self, pump_interval, event_sets() - known)
 
     def __repr__(self) -> str:
         state = "closed" if self._agent is None else f"progress={self.progress}"
@@ -298,13 +284,14 @@ class NixlTransport(Transport):
             handle, self._next_handle = self._next_handle, self._next_handle + 1
             read = self._reads[handle] = _Read(peer, nbytes, native, (ours[:1], local_mem, theirs[:1], remote_mem))
             self._posted += 1
-            self._active_until = time.monotonic() + ACTIVE_FOR
             try:
                 answer = agent.transfer(native)
             except Exception as err:
                 self._fail(read, f"post: {blame.text(err)}", err)
                 raise blame.mapped(err, what, handle=handle) from err
             self._settle(read, answer)
+            if self._pump is not None and read.state is HandleState.PENDING:
+                self._pump.moved()
             return handle
 
     def poll(self, handle: int) -> HandleState:
@@ -368,9 +355,8 @@ class NixlTransport(Transport):
 
         A peer that has our reads still to serve over tcp may be killed by UCX when it serves them (F6).
         """
-        self._closing = True
-        if self._pump is not None and self._pump is not threading.current_thread():
-            self._pump.join(LIMITS.end_thread)
+        if self._pump is not None:
+            self._pump.close()
         with self._gate:
             if self._agent is None:
                 return
@@ -397,6 +383,28 @@ class NixlTransport(Transport):
     def __del__(self) -> None:
         if getattr(self, "_agent", None) is not None:
             self.close()
+
+    # -- for the pump
+
+    def progress_once(self) -> Round:
+        """One progress, unless a caller has the agent or wants it."""
+        if not self._gate.try_enter():
+            return Round.BUSY
+        try:
+            before = self._arrivals
+            if self._agent is not None:
+                self._drain()
+            return Round.NOTHING if self._arrivals == before else Round.FOUND
+        except Exception as err:  # noqa: BLE001 - nothing may end the pump (C9)
+            log.warning("%s: the pump cannot progress: %s", self.name, blame.text(err))
+            return Round.TROUBLE
+        finally:
+            self._gate.leave()
+
+    @property
+    def posted(self) -> int:
+        """Reads under way."""
+        return self._posted
 
     # -- under the gate
 
@@ -467,7 +475,7 @@ class NixlTransport(Transport):
         news: dict[str, list[bytes]] = self._agent.get_new_notifs()
         if not news:
             return
-        self._active_until = time.monotonic() + ACTIVE_FOR
+        self._arrivals += 1
         for sender, messages in news.items():
             for message in messages:
                 size = self._inbox_bytes + len(message)
@@ -482,39 +490,6 @@ class NixlTransport(Transport):
                         self.name, len(self._inbox), sender,
                     )  # fmt: skip
                 self.dropped_notifications += 1
-
-
-def _pump(ref: weakref.ref[NixlTransport]) -> None:
-    """The pump thread. It holds the transport only for one round, so that a forgotten one can end."""
-    pause = 0.0
-    while True:
-        transport = ref()
-        if transport is None or transport._closing:
-            return
-        pause = _pump_round(transport, pause)
-        del transport
-        time.sleep(pause)
-
-
-def _pump_round(transport: NixlTransport, last_pause: float) -> float:
-    """One progress; how long to sleep now. Short while something moves, longer the longer nothing does (F2)."""
-    if not transport._gate.try_enter():
-        return STAND_BACK
-    try:
-        if transport._agent is None:
-            return 0.0
-        transport._drain()
-    except Exception as err:  # noqa: BLE001 - nothing may end this thread (C9)
-        log.warning("%s: the pump cannot progress: %s", transport.name, blame.text(err))
-        return TROUBLE_PAUSE
-    finally:
-        transport._gate.leave()
-    if time.monotonic() < transport._active_until:
-        return ACTIVE_PAUSE
-    shortest = transport._pump_interval
-    if transport._posted:
-        return shortest
-    return min(max(shortest, last_pause * 1.1), max(shortest, IDLE_PAUSE))
 
 
 def _make_agent(name: str, progress: Progress, backends: tuple[str, ...], num_threads: int) -> Any:

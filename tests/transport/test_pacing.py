@@ -1,0 +1,173 @@
+"""How the pump waits: decided by what its rounds found, time as an argument; and a pump that waits on real files."""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+
+import pytest
+
+from kvconn.transport import pacing
+from kvconn.transport.pacing import Pacer, Round, Wait
+from kvconn.transport.pump import Pump, event_sets
+
+INTERVAL = 200e-6
+#: longer than a test may take
+FOREVER = 1e6
+DEADLINE = 20.0
+
+
+class Driver:
+    """A pacer whose rounds take no time and whose waits take what it says."""
+
+    def __init__(self, listening: bool) -> None:
+        self.pacer = Pacer(INTERVAL, listening)
+        self.now = 100.0
+
+    def round(self, found: Round = Round.NOTHING, ready: bool = False, posted: int = 0) -> Wait:
+        if found is Round.FOUND:
+            self.pacer.moved(self.now)
+        wait = self.pacer.next(found, ready, posted, self.now)
+        self.now += wait.seconds or 1e-5
+        return wait
+
+    def rest(self) -> Wait:
+        """Nothing happens for a second."""
+        for _ in range(10_000):
+            wait = self.round()
+        return wait
+
+
+@pytest.mark.parametrize(("listening", "longest"), [(True, pacing.IDLE_LISTENING), (False, pacing.IDLE)])
+def test_nothing_moves_and_waits_grow_to_a_bound(listening: bool, longest: float) -> None:
+    driver = Driver(listening)
+    waits = [driver.round() for _ in range(200)]
+    assert waits[0] == Wait(INTERVAL, listening)
+    assert [w.seconds for w in waits] == sorted(w.seconds for w in waits)
+    assert waits[-1] == Wait(longest, listening)
+
+
+def test_it_yields_after_something_moved_and_then_waits_as_before() -> None:
+    driver = Driver(listening=True)
+    driver.rest()
+    began = driver.now
+    wait = driver.round(Round.FOUND, ready=True)
+    while not wait.seconds:
+        wait = driver.round()
+    assert began + pacing.ACTIVE_FOR <= driver.now < began + pacing.ACTIVE_FOR + 2 * INTERVAL
+    assert wait.seconds == INTERVAL
+
+
+def test_while_reads_are_posted_it_waits_the_interval() -> None:
+    driver = Driver(listening=True)
+    driver.rest()
+    assert {driver.round(posted=3) for _ in range(1000)} == {Wait(INTERVAL, True)}
+
+
+def test_it_keeps_out_of_a_callers_way_and_does_not_listen_to_what_it_could_not_look_at() -> None:
+    driver = Driver(listening=True)
+    assert driver.round(Round.BUSY, ready=True) == Wait(pacing.STAND_BACK, False)
+    assert driver.round(Round.TROUBLE, ready=True) == Wait(pacing.TROUBLE, False)
+
+
+def test_what_comes_unannounced_ends_the_listening() -> None:
+    driver = Driver(listening=True)
+    for _ in range(pacing.UNTRUE):
+        assert driver.rest() == Wait(pacing.IDLE_LISTENING, True)
+        driver.round(Round.FOUND, ready=False)
+    assert not driver.pacer.listening
+    assert driver.rest() == Wait(pacing.IDLE, False)
+
+
+def test_what_was_announced_in_between_keeps_it() -> None:
+    driver = Driver(listening=True)
+    for _ in range(10):
+        for ready in (False,) * (pacing.UNTRUE - 1) + (True,):
+            driver.rest()
+            driver.round(Round.FOUND, ready)
+    assert driver.pacer.listening
+
+
+def test_what_comes_right_after_a_short_wait_proves_nothing() -> None:
+    driver = Driver(listening=True)
+    for _ in range(10 * pacing.UNTRUE):
+        driver.round(posted=1)
+        driver.round(Round.FOUND, ready=False, posted=1)
+    assert driver.pacer.listening
+
+
+def test_a_socket_that_stays_ready_does_not_make_it_spin() -> None:
+    driver = Driver(listening=True)
+    driver.rest()
+    began = driver.now
+    for _ in range(10_000):  # the wait ends at once
+        wait = driver.pacer.next(Round.NOTHING, True, 0, driver.now)
+        driver.now += 2e-4
+    assert driver.now - began > pacing.CROWDED_AFTER
+    assert wait == Wait(INTERVAL, False)
+    assert driver.round(ready=False).listen, "it listens again once the socket was seen at rest"
+
+
+# -- a pump
+
+
+class Owner:
+    """Counts rounds; ``looked`` is set by each."""
+
+    posted = 0
+
+    def __init__(self) -> None:
+        self.looked = threading.Semaphore(0)
+
+    def progress_once(self) -> Round:
+        self.looked.release()
+        return Round.NOTHING
+
+
+def test_an_event_ends_the_wait() -> None:
+    readable, writable = os.pipe()
+    owner, events = Owner(), select.epoll()
+    events.register(readable, select.EPOLLIN)
+    pump = Pump(owner, FOREVER, [events.fileno()])
+    try:
+        assert owner.looked.acquire(timeout=DEADLINE)
+        os.write(writable, b"x")
+        assert owner.looked.acquire(timeout=DEADLINE)
+    finally:
+        pump.close()
+        events.close()
+        os.close(readable)
+        os.close(writable)
+    assert not pump._thread.is_alive()
+
+
+def test_a_post_and_the_end_end_the_wait() -> None:
+    owner = Owner()
+    pump = Pump(owner, FOREVER, [])
+    assert owner.looked.acquire(timeout=DEADLINE)
+    pump.moved()
+    assert owner.looked.acquire(timeout=DEADLINE)
+    pump.close()
+    assert not pump._thread.is_alive()
+
+
+def test_a_pump_ends_with_its_owner_and_leaves_no_file_open() -> None:
+    before = sorted(os.listdir("/proc/self/fd"))
+    owner = Owner()
+    pump = Pump(owner, INTERVAL, [])
+    assert owner.looked.acquire(timeout=DEADLINE)
+    del owner
+    pump._thread.join(DEADLINE)
+    pump.moved()  # nobody is there any more, and no other's file is written to
+    pump.close()
+    assert sorted(os.listdir("/proc/self/fd")) == before
+
+
+def test_event_sets_are_those_of_this_process() -> None:
+    known = event_sets()
+    events = select.epoll()
+    fd = events.fileno()
+    assert event_sets() - known <= {fd}  # none where there is a network card
+    events.close()
+    assert fd not in event_sets()
