@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
@@ -22,6 +22,7 @@ import msgspec
 
 __all__ = [
     "NO_BLOCK",
+    "NO_RESULTS",
     "BlockIds",
     "CacheKind",
     "Cells",
@@ -214,7 +215,7 @@ class StepView(msgspec.Struct, frozen=True):
     """One engine step, also an empty one. ``finished`` ended since the last step."""
 
     seq: int
-    requests: tuple[StepRequest, ...] = ()
+    requests: Collection[StepRequest] = ()
     preempted: tuple[str, ...] = ()
     finished: tuple[str, ...] = ()
 
@@ -273,6 +274,10 @@ class TransferResults(msgspec.Struct, frozen=True):
     finished_sending: frozenset[str] = frozenset()
     finished_recving: frozenset[str] = frozenset()
     failed_recving: frozenset[str] = frozenset()
+
+
+#: most polls find nothing
+NO_RESULTS: Final = TransferResults()
 
 
 @dataclass

@@ -9,6 +9,7 @@ Time is an argument, in seconds of the worker's clock.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 
 from kvconn.errors import TransportError
@@ -58,6 +59,11 @@ class Agent:
         self._reopen_at = None
         return True
 
+    @property
+    def next_due(self) -> float:
+        """When it is tried again; infinity while there is one."""
+        return math.inf if self._reopen_at is None else self._reopen_at
+
     def due(self, now: float) -> bool:
         """Is it time to try again?"""
-        return self._reopen_at is not None and now >= self._reopen_at
+        return now >= self.next_due

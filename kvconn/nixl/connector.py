@@ -33,7 +33,7 @@ from kvconn.geometry import RankRole, Share, is_replicated
 from kvconn.ledger import filter_output
 from kvconn.metrics import Stats
 from kvconn.nixl.handshake import side_of
-from kvconn.nixl.metadata import NixlHandshake, NixlMetadata
+from kvconn.nixl.metadata import SILENT, NixlHandshake, NixlMetadata
 from kvconn.nixl.routes import MAX_PP, MAX_TP
 from kvconn.nixl.scheduler import NixlScheduler
 from kvconn.nixl.wire import WireCodec
@@ -98,7 +98,8 @@ class NixlConnector(KVConnector):
         self.scheduler.allocated(request, blocks, num_external_tokens, self._clock())
 
     def build_connector_meta(self, step: StepView) -> ConnectorMetadata:
-        return NixlMetadata(self.scheduler.step(step, self._clock()))
+        said = self.scheduler.step(step, self._clock())
+        return SILENT if said is None else NixlMetadata(said)
 
     def request_finished(
         self, request: RequestView, blocks: BlockIds, reason: FinishReason
@@ -140,7 +141,7 @@ class NixlConnector(KVConnector):
 
     def bind_connector_metadata(self, metadata: ConnectorMetadata) -> None:
         super().bind_connector_metadata(metadata)
-        if isinstance(metadata, NixlMetadata):
+        if isinstance(metadata, NixlMetadata) and metadata.step is not None:
             self.worker.bind(metadata.step, self._clock())
 
     def start_load_kv(self, context: object = None, **kwargs: object) -> None:

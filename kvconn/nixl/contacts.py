@@ -12,6 +12,7 @@ Time is an argument, in seconds of the worker's clock.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Collection, Iterable, Sequence
 
 from kvconn.config import NixlSettings
@@ -113,6 +114,13 @@ class Contacts:
             self._remove({source.agent for source in loaded})
             raise
         return tuple(loaded)
+
+    @property
+    def next_due(self) -> float:
+        """When :meth:`drain` or :meth:`evict` may find something to do; at once while somebody is asked."""
+        if self._asked or len(self._peers) > self._settings.kvconn.peers_max:
+            return -math.inf
+        return self._next_eviction if len(self._peers) else math.inf
 
     # -- telling -------------------------------------------------------------------------------------------------
 

@@ -97,6 +97,11 @@ class FenceSlots:
         """Slots whose words stand."""
         return [fence.slot for fence in self._of.values()]
 
+    @property
+    def cooling(self) -> bool:
+        """True while a slot waits for the next step, or the one after it, to be free."""
+        return bool(self._cooling or self._closed)
+
     def step(self) -> None:
         """A step begins: what was closed before the last one began is free."""
         self._free.extend(self._cooling)

@@ -14,6 +14,7 @@ Deadlines are seconds of the worker's clock.
 from __future__ import annotations
 
 import heapq
+import math
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -111,6 +112,14 @@ class SendLeases:
             if send is not None and now + self._extension > send.deadline:
                 send.deadline = now + self._extension
 
+    @property
+    def next_due(self) -> float:
+        """When :meth:`expire` may find something; a heartbeat may have moved it since."""
+        first = self._heap[0][0] if self._heap else math.inf
+        if self._early:
+            first = min(first, next(iter(self._early.values())).since + self._lease)
+        return first
+
     def expire(self, now: float) -> list[Ended]:
         """Sends whose deadline has passed. Call after notifications were drained (C11)."""
         ended: list[Ended] = []
@@ -128,12 +137,6 @@ class SendLeases:
             self._early.popitem(last=False)
             self.ignored += 1
         return ended
-
-    def forget_early(self) -> int:
-        """Drop early notifications (the engine's cache was reset); returns how many."""
-        count = len(self._early)
-        self._early.clear()
-        return count
 
     def explain(self, now: float) -> list[str]:
         """One line per held send."""

@@ -10,6 +10,7 @@ Times are seconds of the scheduler half's clock; ``now`` lets a worker rebase th
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 import msgspec
 
@@ -17,7 +18,7 @@ from kvconn.base import BlockIds, ConnectorMetadata, HandshakeMetadata
 from kvconn.nixl.fence import Fence
 from kvconn.params import PeerKey, RemoteRef
 
-__all__ = ["LoadSpec", "NixlHandshake", "NixlMetadata", "NixlStep", "SendSpec"]
+__all__ = ["SILENT", "LoadSpec", "NixlHandshake", "NixlMetadata", "NixlStep", "SendSpec"]
 
 
 class SendSpec(msgspec.Struct, frozen=True):
@@ -71,9 +72,13 @@ class NixlStep(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class NixlMetadata(ConnectorMetadata):
-    """The engine's envelope around one :class:`NixlStep`."""
+    """The engine's envelope around one :class:`NixlStep`; None when there is nothing to say."""
 
-    step: NixlStep
+    step: NixlStep | None
+
+
+#: what most steps ship
+SILENT: Final = NixlMetadata(None)
 
 
 @dataclass(frozen=True)

@@ -233,6 +233,11 @@ class Reader:
             self._meter.add("nixl_num_failed_transfers")
             log.warning("rank %d: load of %s failed: %s", self._rank, id, why)
 
+    @property
+    def idle(self) -> bool:
+        """Nothing is open, so that a poll has nothing to look at."""
+        return not self._pending and not self._reads
+
     # -- the poll ------------------------------------------------------------------------------------------------
 
     def drain(self, now: float) -> None:

@@ -254,8 +254,10 @@ class NixlScheduler:
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
-    def step(self, view: StepView, now: float) -> NixlStep:
-        """Everything that happened since the last step, for the worker halves."""
+    def step(self, view: StepView, now: float) -> NixlStep | None:
+        """Everything that happened since the last step, for the worker halves; None when that is nothing."""
+        if self._silent(now):
+            return None
         self._fences.step()
         if self._server is not None and self._server.refused > self._refused:
             self.meter.add("handshakes_refused", self._server.refused - self._refused)
@@ -275,6 +277,21 @@ class NixlScheduler:
         )
         self._sends, self._loads, self._releases, self._lifted = [], [], [], []
         return step
+
+    def _silent(self, now: float) -> bool:
+        """Nothing came since the last step, nothing waits for this one, nothing is due: so are most steps."""
+        return not (
+            self._sends
+            or self._loads
+            or self._releases
+            or self._lifted
+            or self._newcomers
+            or self._to_hold
+            or self._telling
+            or self._fences.cooling
+            or (now >= self._next_heartbeat and (self._incoming or self._loading))
+            or (self._server is not None and self._server.refused > self._refused)
+        )
 
     def _fence(self, view: StepView) -> tuple[Fence, ...]:
         """Words for the requests of this step that will be held and have none yet."""

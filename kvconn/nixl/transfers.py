@@ -205,6 +205,8 @@ class Reads:
         over, self._over = self._over, {}
         for id in over:
             del self._open[id]
+        if not self._open:
+            self._deadlines.clear()
         return [Settled(read.id, read.n, read.failed) for read in over.values()]
 
     def quarantined(self, now: float) -> list[tuple[str, float, str]]:

@@ -8,6 +8,7 @@ Contract this half keeps
 
 Rules
 1. One poll: :meth:`NixlWorker.poll` (C5). In it notifications and transfer states are read before any timeout (C11).
+   Without news, and before anything is due, it ends there.
 2. A replicated rank has no agent, no handshake metadata and no leases.
 3. Nothing here blocks: handshakes run on the client's thread, reads in the transport.
 4. Whatever a peer sends ends in a failed request or a counter (C9).
@@ -17,11 +18,22 @@ Time is an argument, in seconds of the worker's clock.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Literal, cast
 
-from kvconn.base import Direction, Fact, FactState, KVCacheView, LayerView, Published, TransferResults, WorkerFacts
+from kvconn.base import (
+    NO_RESULTS,
+    Direction,
+    Fact,
+    FactState,
+    KVCacheView,
+    LayerView,
+    Published,
+    TransferResults,
+    WorkerFacts,
+)
 from kvconn.config import ConnectorConfig, NixlSettings
 from kvconn.errors import ConfigError
 from kvconn.geometry import RankRole, Region, place_of, regions_of, spans
@@ -76,6 +88,8 @@ class NixlWorker:
         self._slots: dict[int, int] = {}
         #: our agent was made anew and readers must be told
         self._republish = False
+        #: until then nothing but a step or a notification can change anything here
+        self._next_due = -math.inf
         #: lives a replicated rank has only to acknowledge: request id -> n, until the next poll.
         self._replicated_pcp_done_sending: dict[str, int] = {}
         #: announced sends whose early notifications had completed them.
@@ -121,6 +135,7 @@ class NixlWorker:
 
     def bind(self, step: NixlStep, now: float) -> None:
         """This step's announcements, before its forward. An announcement bound before changes nothing."""
+        self._next_due = -math.inf
         if self._fence is not None:
             for slot in step.lifted:
                 self._fence.zero(slot)
@@ -172,9 +187,12 @@ class NixlWorker:
 
     def poll(self, now: float) -> TransferResults:
         """What finished on this rank since the last poll. Consumes (C5)."""
+        news = self._agent.transport.notifications() if self._agent.transport is not None else []
+        if not news and now < self._next_due:
+            return NO_RESULTS
         if self._agent.due(now):
             self._reopen(now)
-        self._drain_notifications(now)
+        self._take_notifications(news, now)
         self._reader.drain(now)
         self._contacts.drain(now)
         sent = self._ended_sends(now)
@@ -184,12 +202,17 @@ class NixlWorker:
         if why is not None:
             self._recreate(why, now)
         received, failed = self._reader.settle()
+        self._next_due = self._when_due()
         return TransferResults(frozenset(sent), frozenset(received), frozenset(failed))
 
-    def _drain_notifications(self, now: float) -> None:
-        if self._agent.transport is None:
-            return
-        for agent, message in self._agent.transport.notifications():
+    def _when_due(self) -> float:
+        """When this half has something to do by itself."""
+        if not self._reader.idle:
+            return -math.inf
+        return min(self._leases.next_due, self._contacts.next_due, self._agent.next_due)
+
+    def _take_notifications(self, news: Sequence[tuple[str, bytes]], now: float) -> None:
+        for agent, message in news:
             parsed = parse_notification(message)
             if isinstance(parsed, Heartbeat):
                 self._leases.heartbeat(parsed.transfer_ids, now)

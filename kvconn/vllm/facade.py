@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -26,6 +26,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvconn.base import (
+    NO_RESULTS,
     ConnectorMetadata,
     ConnectorRole,
     HandshakeMetadata,
@@ -41,6 +42,14 @@ from kvconn.metrics import Stats
 from kvconn.vllm import translate
 
 __all__ = ["KvconnFacade", "VllmHandshake", "VllmMetadata", "VllmWorkerFacts"]
+
+
+#: called for every layer of every step; where the neutral connector has none of its own they end here
+LAYER_HOOKS: Final = ("wait_for_layer_load", "save_kv_layer")
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    pass
 
 
 @dataclass
@@ -80,6 +89,9 @@ class KvconnFacade(KVConnectorBase_V1, SupportsHMA):
         self._seq = 0
         config = translate.connector_config(vllm_config, worker)
         self.inner = self.make(config, ConnectorRole.WORKER if worker else ConnectorRole.SCHEDULER, self._view)
+        for hook in LAYER_HOOKS:
+            if getattr(type(self.inner), hook) is getattr(KVConnector, hook):
+                setattr(self, hook, _nothing)
         #: for ``kvconn explain``; a child's is closed by the MultiConnector of ours above it, which tells for all
         self.explains = ExplainServer(
             self.inner.explain, self.__repr__, config.engine_id, "worker" if worker else "scheduler", config.rank
@@ -196,6 +208,8 @@ class KvconnFacade(KVConnectorBase_V1, SupportsHMA):
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         results = self.inner.get_transfer_results(finished_req_ids)
+        if results is NO_RESULTS:
+            return KVConnectorTransferResults()
         return KVConnectorTransferResults(
             finished_sending=set(results.finished_sending),
             finished_recving=set(results.finished_recving),

@@ -50,6 +50,11 @@ class KvconnNixlConnector(KvconnFacade):
             return  # vLLM's notice that a request failed, with the params that were refused when it came
         super().on_new_request(request)
 
+    def update_connector_output(self, connector_output: Any) -> None:
+        said = connector_output
+        if said.finished_sending or said.finished_recving or said.failed_recving or said.kv_connector_worker_meta:
+            super().update_connector_output(said)
+
     def _readable(self, request: Any) -> bool:
         assert isinstance(self.inner, NeutralNixlConnector)
         try:

@@ -2,14 +2,15 @@
 
 Rules
 1. What the neutral code cannot do is refused at start-up, all of it in one ConfigError that says what and why.
-2. A view holds no vLLM object that outlives the call, except behind the two functions that fetch tokens and hashes.
+2. A view holds no vLLM object that outlives the call, except behind what fetches tokens, hashes and a step's requests.
 3. Ranks are numbered as in :class:`kvconn.config.ParallelConfig`: pp-major, then pcp, then tp; so are vLLM's.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -248,13 +249,33 @@ def block_ids(ids: Sequence[Sequence[int]]) -> BlockIds:
 
 def step_view(output: Any, seq: int) -> StepView:
     """One step, as the scheduler decided it."""
-    requests = [_share(output, new.req_id, new.num_computed_tokens, new.block_ids) for new in output.scheduled_new_reqs]
-    cached = output.scheduled_cached_reqs
-    requests += [
-        _share(output, *one)
-        for one in zip(cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True)
-    ]
-    return StepView(seq, tuple(requests), tuple(output.preempted_req_ids or ()), tuple(output.finished_req_ids))
+    return StepView(seq, _Shares(output), tuple(output.preempted_req_ids or ()), tuple(output.finished_req_ids))
+
+
+class _Shares(Collection[StepRequest]):
+    """A step's requests, translated when somebody asks: in most steps nobody does, and there may be hundreds."""
+
+    def __init__(self, output: Any) -> None:
+        self._output = output
+
+    @cached_property
+    def _made(self) -> list[StepRequest]:
+        output, cached = self._output, self._output.scheduled_cached_reqs
+        made = [_share(output, new.req_id, new.num_computed_tokens, new.block_ids) for new in output.scheduled_new_reqs]
+        made += [
+            _share(output, *one)
+            for one in zip(cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True)
+        ]
+        return made
+
+    def __len__(self) -> int:
+        return len(self._made)
+
+    def __iter__(self) -> Iterator[StepRequest]:
+        return iter(self._made)
+
+    def __contains__(self, one: object) -> bool:
+        return one in self._made
 
 
 def _share(output: Any, id: str, start: int, new_blocks: Sequence[Sequence[int]] | None) -> StepRequest:

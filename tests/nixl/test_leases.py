@@ -121,12 +121,6 @@ class TestEarlyAndLate:
             held.notified("t", f"agent{index}", 100, 0.0)
         assert held.ignored == 7
 
-    def test_early_notifications_can_be_dropped_at_once(self) -> None:
-        held = leases()
-        held.notified("t", "agent", 1, 0.0)
-        assert (held.forget_early(), held.forget_early()) == (1, 0)
-        assert held.track("r", 1, "t", 30.0) is None
-
 
 class TestLeases:
     def test_a_send_expires_at_its_deadline_and_once(self) -> None:

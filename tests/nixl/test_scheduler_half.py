@@ -35,7 +35,7 @@ class Half(NixlScheduler):
         return super().match(view, local_tokens, now)
 
     def step(self, now: float, *ids: str) -> NixlStep:  # type: ignore[override]
-        return super().step(StepView(0, tuple(StepRequest(id, 0, 1) for id in ids)), now)
+        return super().step(StepView(0, tuple(StepRequest(id, 0, 1) for id in ids)), now) or NixlStep(now)
 
     def finished(self, view: RequestView, blocks: Any, reason: FinishReason, now: float) -> Any:
         if self._serves:
