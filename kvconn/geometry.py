@@ -4,8 +4,8 @@ Rules
 1. Outside configuration, the engine and the adapters, which supply them, only this module reads a rank's PCP
    coordinate: everybody else asks the one :class:`RankRole` (C5).
 2. A region is one contiguous cache tensor, in bytes; block ``b`` lies at ``base + b * stride``, ``length`` long.
-   Region order is part of the wire: layers by natural sort of their names, a repeated (address, stride) folded
-   into the first.
+   Region order is part of the wire: layers by natural sort of their names, a repeated (address, stride) of one
+   group folded into the first. Groups may lie over each other: a block is the group's whose id it is.
 3. Inside a block lie cells, one per head and token (:class:`~kvconn.base.Cells`); unless a layer says otherwise heads
    come first, ``[heads, tokens, channels]``. A latent (MLA) cache counts as one head of which every TP rank has a copy.
 4. Where DCP shards, a block id stands for ``dcp`` blocks, one per rank, and token ``t`` of a prompt is number
@@ -251,7 +251,7 @@ def spans(regions: Iterable[Region]) -> list[tuple[int, int, str, int]]:
 
 def regions_of(layers: Iterable[LayerView]) -> tuple[Region, ...]:
     """Regions in wire order. Raises ConfigError for a layer whose numbers cannot be."""
-    seen: set[tuple[int, int]] = set()
+    seen: set[tuple[int, int, int]] = set()
     regions: list[Region] = []
     for layer in sorted(layers, key=lambda v: _natural(v.name)):
         if layer.count < 1 or layer.length < 1 or layer.stride < layer.length:
@@ -261,7 +261,7 @@ def regions_of(layers: Iterable[LayerView]) -> tuple[Region, ...]:
             )
         if layer.cells is not None and not layer.cells.fit(layer.length):
             raise ConfigError(f"layer {layer.name}: expected cells within {layer.length} bytes, got {layer.cells}")
-        key = (layer.address, layer.stride)
+        key = (layer.address, layer.stride, layer.group)
         if key in seen:
             continue
         seen.add(key)

@@ -5,6 +5,8 @@ Rules
    default.
 2. vLLM's sets are replaced, never mutated, and never grow: veto, never originate (docs/design.md, vLLM).
 3. vLLM's one poll is ``get_transfer_results``; ``get_finished`` is derived from it here and nowhere else (C5).
+4. Of a model with windows the last token of a prompt is never loaded. vLLM computes it again, and lays blocks out for
+   the token after it, whose window may begin one block later.
 """
 
 from __future__ import annotations
@@ -84,8 +86,10 @@ class KvconnFacade(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         worker = role == KVConnectorRole.WORKER
-        self._layers = [name for group in kv_cache_config.kv_cache_groups for name in group.layer_names]
         self._view = translate.cache_view(kv_cache_config)
+        self._windows = any(group.kind == "window" for group in self._view.groups)
+        #: who was asked about last, and the tokens that vLLM has of it: its blocks come next
+        self._asked: tuple[str, int] = "", 0
         self._seq = 0
         config = translate.connector_config(vllm_config, worker)
         self.inner = self.make(config, ConnectorRole.WORKER if worker else ConnectorRole.SCHEDULER, self._view)
@@ -121,12 +125,18 @@ class KvconnFacade(KVConnectorBase_V1, SupportsHMA):
         self.inner.on_new_request(translate.request_view(request))
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        return self.inner.get_num_new_matched_tokens(translate.request_view(request), num_computed_tokens)
+        self._asked = request.request_id, num_computed_tokens
+        external, asynchronous = self.inner.get_num_new_matched_tokens(
+            translate.request_view(request), num_computed_tokens
+        )
+        if external and self._windows and num_computed_tokens + external >= request.num_tokens:
+            external -= 1  # rule 4
+        return external, asynchronous and external != 0
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        self.inner.update_state_after_alloc(
-            translate.request_view(request), translate.kv_blocks(blocks), num_external_tokens
-        )
+        asked, local = self._asked
+        given = translate.kv_blocks(blocks, self._view, local if asked == request.request_id else 0)
+        self.inner.update_state_after_alloc(translate.request_view(request), given, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> VllmMetadata:
         self._seq += 1
@@ -139,7 +149,9 @@ class KvconnFacade(KVConnectorBase_V1, SupportsHMA):
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         return self.inner.request_finished(
-            translate.request_view(request), translate.block_ids(block_ids), translate.finish_reason(request)
+            translate.request_view(request),
+            translate.block_ids(block_ids, self._view),
+            translate.finish_reason(request),
         )
 
     def update_connector_output(self, connector_output: Any) -> None:
@@ -177,7 +189,7 @@ class KvconnFacade(KVConnectorBase_V1, SupportsHMA):
     # -- worker half -----------------------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        self.inner.register_kv_caches(translate.layer_views(kv_caches, self._view.num_blocks, self._layers))
+        self.inner.register_kv_caches(translate.layer_views(kv_caches, self._view))
 
     def get_handshake_metadata(self) -> VllmHandshake | None:
         published = self.inner.get_handshake_metadata()

@@ -17,11 +17,13 @@ import msgspec
 import torch
 from vllm import envs
 from vllm.distributed.parallel_state import get_pcp_group, get_pp_group, get_tp_group
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, iter_layer_specs
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, iter_layer_specs
 from vllm.v1.request import RequestStatus
 
 from kvconn.base import (
+    NO_BLOCK,
     BlockIds,
+    CacheKind,
     FinishReason,
     GroupView,
     KVBlocks,
@@ -59,6 +61,8 @@ TRANSFER_FIELDS = (
     "kv_load_failure_policy",
     "enable_permute_local_kv",
 )
+#: the id of vLLM's null block: the first one of its pool
+NULL_BLOCK = 0
 _REASONS = {
     RequestStatus.FINISHED_STOPPED: FinishReason.STOP,
     RequestStatus.FINISHED_LENGTH_CAPPED: FinishReason.LENGTH,
@@ -120,36 +124,70 @@ def _rank(sizes: ParallelConfig) -> int:
 def cache_view(kv_cache_config: Any) -> KVCacheView:
     """The pool. Raises ConfigError for cache groups that the neutral code has no rules for."""
     groups = kv_cache_config.kv_cache_groups
-    problems = []
-    if len(groups) != 1:
-        kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups) or "none"
+    if not groups:
+        raise ConfigError("model: expected layers with a KV cache, this one has none: take kv_transfer_config out")
+    problems = [problem for group in groups for problem in _untranslatable(group)]
+    sizes = sorted({group.kv_cache_spec.block_size for group in groups})
+    if len(sizes) > 1:
         problems.append(
-            f"model: this version transfers models with one KV cache group, this one has {len(groups)} ({kinds}); "
+            f"model: expected one block size for all cache groups, got {sizes} tokens; "
             "--disable-hybrid-kv-cache-manager makes one group of full and sliding-window attention"
         )
-    for group in groups:
-        for spec in iter_layer_specs(group.kv_cache_spec):
-            if type(spec) not in (FullAttentionSpec, MLAAttentionSpec):
-                problems.append(f"model: this version transfers full attention and MLA, not {type(spec).__name__}")
-                break
-        if getattr(group, "host_resident", False):
-            problems.append("model: KV that lives in a host pool is not transferred")
     if problems:
         raise ConfigError(problems)
-    group = groups[0]
     return KVCacheView(
         num_blocks=kv_cache_config.num_blocks,
-        block_size=group.kv_cache_spec.block_size,
-        groups=(GroupView("full", tuple(group.layer_names)),),
-        block_bytes=sum(tensor.size for tensor in kv_cache_config.kv_cache_tensors) // kv_cache_config.num_blocks,
+        block_size=sizes[0],
+        groups=tuple(_group(group) for group in groups),
+        block_bytes=_block_bytes(kv_cache_config),
     )
 
 
-def layer_views(kv_caches: Mapping[str, torch.Tensor], num_blocks: int, layers: Sequence[str]) -> dict[str, LayerView]:
-    """One view per cache tensor of ``layers``. Raises ConfigError for tensors whose blocks are not one piece each."""
+def _untranslatable(group: Any) -> list[str]:
+    """What of one cache group the neutral code has no rules for."""
+    problems = []
+    specs = list(iter_layer_specs(group.kv_cache_spec))
+    for spec in specs:
+        if type(spec) not in (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec):
+            problems.append(
+                "model: expected layers of full attention, sliding windows or MLA, got "
+                f"{type(spec).__name__} ({group.layer_names[0]}): use vLLM's own NixlConnector for this model"
+            )
+            break
+    kept = sorted({getattr(spec, "extra_retained_tokens", 0) for spec in specs} - {0})
+    if kept:
+        problems.append(f"speculative_config: expected windows that keep no extra tokens, got {kept[-1]}: take it out")
+    if len({_window(spec) for spec in specs}) > 1:
+        problems.append(f"model: expected one window per cache group, got several ({group.layer_names[0]})")
+    if getattr(group, "host_resident", False) or not getattr(group, "enable_kv_transfer", True):
+        problems.append("model: KV that lives in a host pool is not transferred")
+    return problems
+
+
+def _window(spec: Any) -> int | None:
+    """Full attention that the hybrid manager made of windows, where that is off, counts as full."""
+    return int(spec.sliding_window) if isinstance(spec, SlidingWindowSpec) else None
+
+
+def _group(group: Any) -> GroupView:
+    window = _window(next(iter(iter_layer_specs(group.kv_cache_spec))))
+    return GroupView("full" if window is None else "window", tuple(group.layer_names), window)
+
+
+def _block_bytes(kv_cache_config: Any) -> int:
+    """One block with the layers of all groups that it may belong to: groups lie over each other in one pool."""
+    sizes = [int(tensor.size) for tensor in kv_cache_config.kv_cache_tensors]
+    size = sum(sizes) if len(kv_cache_config.kv_cache_groups) == 1 else max(sizes, default=0)
+    return size // int(kv_cache_config.num_blocks)
+
+
+def layer_views(kv_caches: Mapping[str, torch.Tensor], view: KVCacheView) -> dict[str, LayerView]:
+    """One view per cache tensor. Layers of several groups may have one tensor between them: then a block is the group's
+    whose id it is. Raises ConfigError for tensors whose blocks are not one piece each."""
     problems: list[str] = []
     views: dict[str, LayerView] = {}
-    for name in layers:
+    num_blocks = view.num_blocks
+    for name, group in ((name, group) for group, one in enumerate(view.groups) for name in one.layers):
         cache = kv_caches.get(name)
         if cache is None:
             continue  # it shares another layer's cache
@@ -161,13 +199,13 @@ def layer_views(kv_caches: Mapping[str, torch.Tensor], num_blocks: int, layers: 
         elif not cache[0].is_contiguous():
             problems.append(f"layer {name}: a block is not one piece of memory; only the KV cache layout LBHNC works")
         else:
-            views[name] = _layer(name, cache, num_blocks)
+            views[name] = _layer(name, cache, num_blocks, group, view.groups[group].kind)
     if problems:
         raise ConfigError(problems)
     return views
 
 
-def _layer(name: str, cache: torch.Tensor, num_blocks: int) -> LayerView:
+def _layer(name: str, cache: torch.Tensor, num_blocks: int, group: int, kind: CacheKind) -> LayerView:
     cuda = cache.device.type != "cpu"
     return LayerView(
         name,
@@ -175,6 +213,8 @@ def _layer(name: str, cache: torch.Tensor, num_blocks: int) -> LayerView:
         cache.stride(0) * cache.element_size(),
         cache[0].nbytes,
         num_blocks,
+        group,
+        kind,
         mem_type="VRAM" if cuda else "DRAM",
         device_id=max(cache.get_device(), 0) if cuda else 0,
     )
@@ -228,11 +268,18 @@ def finish_reason(request: Any) -> FinishReason:
     return _REASONS.get(request.status, FinishReason.ERROR)
 
 
-def kv_blocks(blocks: Any) -> KVBlocks:
-    """vLLM's blocks of one request. Blocks that were prefix hits come first and have a hash."""
+def kv_blocks(blocks: Any, view: KVCacheView, local_tokens: int) -> KVBlocks:
+    """vLLM's blocks of one request, of whose tokens ``local_tokens`` were prefix hits.
+
+    Of full attention the blocks of a hit have a hash. Of a window most, or all, are gone or skipped: the hit is told.
+    """
+    hits = local_tokens // view.block_size
     return KVBlocks(
-        tuple(tuple(block.block_id for block in group) for group in blocks.blocks),
-        tuple(_leading_hashed(group) for group in blocks.blocks),
+        tuple(tuple(NO_BLOCK if block.is_null else block.block_id for block in group) for group in blocks.blocks),
+        tuple(
+            _leading_hashed(ids) if group.kind == "full" else min(hits, len(ids))
+            for group, ids in zip(view.groups, blocks.blocks, strict=True)
+        ),
     )
 
 
@@ -243,8 +290,11 @@ def _leading_hashed(group: Sequence[Any]) -> int:
     return len(group)
 
 
-def block_ids(ids: Sequence[Sequence[int]]) -> BlockIds:
-    return tuple(tuple(group) for group in ids)
+def block_ids(ids: Sequence[Sequence[int]], view: KVCacheView | None = None) -> BlockIds:
+    """Ids as vLLM lists them. With ``view``: in a window, which vLLM pads with its null block, that is no block."""
+    if view is None or all(group.kind == "full" for group in view.groups):
+        return tuple(tuple(group) for group in ids)
+    return tuple(tuple(NO_BLOCK if block == NULL_BLOCK else block for block in group) for group in ids)
 
 
 def step_view(output: Any, seq: int) -> StepView:

@@ -1,6 +1,6 @@
 """Tiny models made on the spot: float32, seeded, with a head so peaked that equal tokens are no accident of rounding.
 
-``python -m tests.vllm.models llama DIR`` and ``... mla DIR``; needs the environment with vLLM.
+``python -m tests.vllm.models llama DIR`` and ``... mla|window|mixed DIR``; needs the environment with vLLM.
 """
 
 from __future__ import annotations
@@ -9,6 +9,14 @@ import sys
 from pathlib import Path
 
 VOCAB = 512
+#: tokens; two blocks
+WINDOW = 64
+#: of Llama-like models. ``mixed`` becomes three cache groups of two layers each, which lie over each other in one pool
+LAYERS = {
+    "llama": ("full_attention",) * 2,
+    "window": ("sliding_attention",) * 2,
+    "mixed": ("sliding_attention", "sliding_attention", "full_attention") * 2,
+}
 
 
 def _tokenizer(out: Path) -> None:
@@ -39,10 +47,15 @@ def make(kind: str, out: Path) -> None:
         "pad_token_id": 2,
         "tie_word_embeddings": False,
     }
-    if kind == "llama":
+    if kind in LAYERS:
+        layers = LAYERS[kind]
+        windows = {"layer_types": list(layers), "sliding_window": WINDOW} if kind != "llama" else {}
         model = LlamaForCausalLM(
-            LlamaConfig(num_hidden_layers=2, num_key_value_heads=2, head_dim=64, initializer_range=0.15, **common)
-        )
+            LlamaConfig(
+                num_hidden_layers=len(layers), num_key_value_heads=2, head_dim=64, initializer_range=0.15,
+                **common, **windows,
+            )
+        )  # fmt: skip
     else:  # the CPU kernel for MLA knows one size: 512 latent + 64 rope
         model = DeepseekV2ForCausalLM(
             DeepseekV2Config(

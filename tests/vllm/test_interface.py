@@ -6,6 +6,8 @@ import inspect
 import pickle
 import subprocess
 import sys
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,11 +21,19 @@ from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, supports_hma
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 
 import kvconn.vllm
-from kvconn.base import Fact, WorkerFacts
+from kvconn.base import NO_BLOCK, Fact, GroupView, KVCacheView, WorkerFacts
 from kvconn.errors import ConfigError
+from kvconn.geometry import regions_of
 from kvconn.offload import events
 from kvconn.vllm import interface, translate
 from kvconn.vllm.facade import VllmWorkerFacts
@@ -98,14 +108,36 @@ def cache_config(*specs: Any) -> KVCacheConfig:
 
 
 FULL = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=64, dtype=torch.float32)
+CHUNKED = ChunkedLocalAttentionSpec(
+    block_size=16, num_kv_heads=2, head_size=64, dtype=torch.float32, attention_chunk_size=32
+)
+MAMBA = MambaSpec(block_size=16, shapes=((2, 4),), dtypes=(torch.float32,))
 WINDOW = SlidingWindowSpec(block_size=16, num_kv_heads=2, head_size=64, dtype=torch.float32, sliding_window=32)
+
+
+def test_groups_are_full_or_windows() -> None:
+    view = translate.cache_view(cache_config(FULL, WINDOW, FULL))
+    assert [(group.kind, group.window) for group in view.groups] == [("full", None), ("window", 32), ("full", None)]
+    assert view.block_size == 16 and view.groups[1].layers == ("layer.1",)
+
+
+def test_a_window_under_one_group_of_full_attention_counts_as_full() -> None:
+    """As --disable-hybrid-kv-cache-manager makes them: blocks are kept for all tokens."""
+    (group,) = translate.cache_view(cache_config(replace(FULL, sliding_window=32))).groups
+    assert group.kind == "full"
 
 
 @pytest.mark.parametrize(
     ("specs", "text"),
     [
-        ((FULL, WINDOW), "one KV cache group, this one has 2.*SlidingWindowSpec"),
-        ((WINDOW,), "full attention and MLA, not SlidingWindowSpec"),
+        ((FULL, CHUNKED), "full attention, sliding windows or MLA, got ChunkedLocalAttentionSpec.*vLLM's own"),
+        ((MAMBA, FULL), "full attention, sliding windows or MLA, got MambaSpec"),
+        (
+            (FULL, replace(WINDOW, block_size=32)),
+            r"one block size for all cache groups, got \[16, 32\] tokens.*--disable",
+        ),
+        ((replace(WINDOW, extra_retained_tokens=3),), "windows that keep no extra tokens, got 3"),
+        ((), "has none: take kv_transfer_config out"),
     ],
 )
 def test_models_that_the_neutral_code_has_no_rules_for_are_refused(specs: tuple[Any, ...], text: str) -> None:
@@ -116,9 +148,30 @@ def test_models_that_the_neutral_code_has_no_rules_for_are_refused(specs: tuple[
 def test_tensors_that_cannot_be_read_block_by_block_are_refused() -> None:
     halves, split = torch.zeros(16, 2, 8, 64), torch.zeros(2, 8, 16, 128).permute(1, 0, 2, 3)
     with pytest.raises(ConfigError, match=r"layer a: expected 8 blocks.*layer b: a block is not one piece"):
-        translate.layer_views({"a": halves, "b": split}, 8, ["a", "b"])
-    (view,) = translate.layer_views({"c": torch.zeros(8, 2, 16, 128), "skip": halves}, 8, ["c", "absent"]).values()
-    assert (view.count, view.stride, view.length) == (8, 2 * 16 * 128 * 4, 2 * 16 * 128 * 4)
+        translate.layer_views({"a": halves, "b": split}, KVCacheView(8, 16, (GroupView("full", ("a", "b")),)))
+    view = KVCacheView(8, 16, (GroupView("full", ("c", "absent")),))
+    (layer,) = translate.layer_views({"c": torch.zeros(8, 2, 16, 128), "skip": halves}, view).values()
+    assert (layer.count, layer.stride, layer.length) == (8, 2 * 16 * 128 * 4, 2 * 16 * 128 * 4)
+
+
+def test_layers_of_two_groups_in_one_tensor_are_two_regions() -> None:
+    """vLLM lays groups over each other: a block is the group's whose id it is."""
+    one = torch.zeros(8, 2, 16, 128)
+    view = translate.cache_view(cache_config(FULL, WINDOW))
+    regions = regions_of(translate.layer_views({"layer.0": one, "layer.1": one}, view).values())
+    assert [(region.name, region.group, region.base) for region in regions] == [
+        ("layer.0", 0, one.data_ptr()), ("layer.1", 1, one.data_ptr())
+    ]  # fmt: skip
+
+
+def test_null_blocks_of_a_window_are_none_and_its_hit_is_told() -> None:
+    """What vLLM found of a window lies mostly behind it: only the scheduler's number says how far the hit goes."""
+    null, cached, new = (SimpleNamespace(block_id=id, is_null=not id, block_hash=id % 2 or None) for id in (0, 7, 8))
+    view = translate.cache_view(cache_config(FULL, WINDOW))
+    given = SimpleNamespace(blocks=((cached, cached, cached, new), (null, null, null, new)))
+    blocks = translate.kv_blocks(given, view, 3 * 16)
+    assert blocks.ids == ((7, 7, 7, 8), (NO_BLOCK, NO_BLOCK, NO_BLOCK, 8)) and blocks.hashed == (3, 3)
+    assert translate.block_ids([[7, 8], [0, 8]], view) == ((7, 8), (NO_BLOCK, 8))
 
 
 def test_offloading_events_are_vllms_own() -> None:
