@@ -97,6 +97,9 @@ class Limits(msgspec.Struct, frozen=True):
     #: handshakes per second that one address is answered, ten seconds' worth at once; addresses counted at once
     handshake_rate: int = 100
     addresses_max: int = 4096
+    #: connections at a side channel, at most, and how long one may stay without a request
+    connections_max: int = 4096
+    connection_idle: float = 30.0
     #: names of peers that are being looked up, and threads that do it
     names_max: int = 128
     name_threads: int = 4

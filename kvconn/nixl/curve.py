@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
 import zmq
 from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
@@ -19,10 +20,11 @@ from zmq.utils.monitor import parse_monitor_message
 from kvconn.nixl.gate import BUSY
 from kvconn.trust import FleetKey
 
-__all__ = ["FAILURES", "Curve", "Refusal", "ended", "refusal", "unasked"]
+__all__ = ["CONNECTIONS", "FAILURES", "Curve", "Noted", "Refusal", "ended", "noted", "refusal"]
 
-#: what a monitor is asked for
+#: what monitors are asked for: who did not get through; who is there
 FAILURES = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+CONNECTIONS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
 
 
 @dataclass(frozen=True)
@@ -64,9 +66,24 @@ class Refusal:
     where: bytes = b""
 
 
-def unasked(message: list[bytes]) -> bool:
-    """Of a monitor of a server: a connection ended in its handshake, and not because the gate said so."""
-    return bool(parse_monitor_message(message)["event"] & FAILURES & ~zmq.EVENT_HANDSHAKE_FAILED_AUTH)
+class Noted(msgspec.Struct, frozen=True):
+    """What a server's monitor says: descriptors of connections that came and went, or that one ended in its handshake,
+    and not because the gate said so."""
+
+    came: int | None = None
+    went: int | None = None
+    unasked: bool = False
+
+
+def noted(message: list[bytes]) -> Noted:
+    """Of a monitor of a server."""
+    told = parse_monitor_message(message)
+    event, fd = told["event"], int(told["value"])
+    if event == zmq.EVENT_ACCEPTED:
+        return Noted(came=fd)
+    if event & (zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED):
+        return Noted(went=fd)
+    return Noted(unasked=bool(event & FAILURES & ~zmq.EVENT_HANDSHAKE_FAILED_AUTH))
 
 
 def ended(message: list[bytes]) -> bool:

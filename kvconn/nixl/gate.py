@@ -20,7 +20,7 @@ from typing import Final
 from kvconn.config import LIMITS
 from kvconn.trust import Address, Trust, numeric
 
-__all__ = ["ADMITTED", "BUSY", "REFUSED", "Gate", "RateLimit"]
+__all__ = ["ADMITTED", "BUSY", "REFUSED", "Gate", "RateLimit", "neighbourhood"]
 
 #: status codes of ZAP; a peer of ours turns them into words
 ADMITTED: Final = b"200"
@@ -29,6 +29,11 @@ BUSY: Final = b"500"
 #: seconds' worth of the rate that may come at once: a fleet starts all together
 BURST: Final = 10.0
 ZAP_VERSION: Final = b"1.0"
+
+
+def neighbourhood(address: Address) -> int:
+    """A number for whom this address belongs to: itself, of IPv6 its /64."""
+    return int(address) if address.version == 4 else -1 - (int(address) >> 64)
 
 
 class RateLimit:
@@ -43,7 +48,7 @@ class RateLimit:
 
     def take(self, address: Address, now: float) -> bool:
         """One more from this address; False when it came too often."""
-        key = int(address) if address.version == 4 else -1 - (int(address) >> 64)
+        key = neighbourhood(address)
         tokens, since = self._buckets.pop(key, (self._full, now))
         tokens = min(self._full, tokens + max(0.0, now - since) * self._rate)
         self._buckets[key] = (tokens - 1, now) if tokens >= 1 else (tokens, now)

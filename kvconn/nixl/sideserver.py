@@ -20,7 +20,8 @@ import zmq
 
 from kvconn.config import LIMITS
 from kvconn.errors import ConfigError
-from kvconn.nixl.curve import FAILURES, Curve, unasked
+from kvconn.nixl.connections import Connections
+from kvconn.nixl.curve import CONNECTIONS, FAILURES, Curve, noted
 from kvconn.nixl.gate import Gate
 from kvconn.nixl.names import endpoint, look_up
 from kvconn.nixl.wire import MAX_REQUEST, parse_request
@@ -30,6 +31,8 @@ __all__ = ["HandshakeServer"]
 
 log = logging.getLogger("kvconn.nixl")
 _POLL_MS = 100
+#: seconds between two looks at the connections: what one may send meanwhile is what ZMQ's one thread can read
+_SWEEP = 0.1
 _DOMAIN = b"kvconn"
 #: answers that one connection may leave unread; more are dropped
 UNREAD = 4
@@ -53,6 +56,8 @@ class HandshakeServer:
         curve = Curve.of(trust.key) if trust.key is not None else None
         self._gate = Gate(trust, curve.client_public if curve is not None else None)
         self._told: dict[str, float] = {}
+        self._next_sweep = 0.0
+        self._unasked = False
         self._context = zmq.Context()
         self._zap = self._context.socket(zmq.ROUTER)
         self._zap.setsockopt(zmq.LINGER, 0)
@@ -65,13 +70,22 @@ class HandshakeServer:
         self._socket.zap_domain = _DOMAIN
         if curve is not None:
             curve.serve(self._socket)
-        self._monitor = self._socket.get_monitor_socket(FAILURES)
-        self._bind(host, port)
+        self._monitor = self._watch()
+        self._connections = Connections(self._bind(host, port))
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvconn-side-channel", daemon=True)
         self._thread.start()
 
-    def _bind(self, host: str, port: int) -> None:
+    def _watch(self) -> zmq.Socket[bytes]:
+        """A monitor that forgets nothing, however many connections come while we look elsewhere."""
+        self._socket.monitor("inproc://kvconn.monitor", FAILURES | CONNECTIONS)
+        monitor = self._context.socket(zmq.PAIR)
+        monitor.setsockopt(zmq.RCVHWM, 0)
+        monitor.connect("inproc://kvconn.monitor")
+        return monitor
+
+    def _bind(self, host: str, port: int) -> int:
+        """The port that it is then."""
         try:
             address = host if host == "*" or numeric(host) is not None else look_up(host)[0]
             self._socket.setsockopt(zmq.IPV6, int(":" in address))
@@ -83,6 +97,7 @@ class HandshakeServer:
                 f"side channel: cannot listen on {host}:{port}: {err}; is another engine on this port? "
                 "set VLLM_NIXL_SIDE_CHANNEL_HOST / VLLM_NIXL_SIDE_CHANNEL_PORT"
             ) from None
+        return int(self._socket.get_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
 
     def replace(self, payloads: Mapping[tuple[int, int], bytes]) -> None:
         """Serve these from now on (a worker made a new agent)."""
@@ -97,6 +112,7 @@ class HandshakeServer:
             try:
                 for socket, _ in poller.poll(_POLL_MS):
                     work[socket]()
+                self._sweep(time.monotonic())
             except zmq.Again:
                 continue
             except zmq.ZMQError as err:
@@ -111,9 +127,22 @@ class HandshakeServer:
             self._zap.send_multipart(reply, zmq.NOBLOCK)
 
     def _note(self) -> None:
-        """A connection ended in its handshake. Which side sees first that they speak different protocols is chance."""
-        if unasked(self._monitor.recv_multipart(zmq.NOBLOCK)):
-            self._refuse("keys", "a connection did not get through the handshake: a stock engine, or another fleet key")
+        """A connection came or went. Which side sees first that they speak different protocols is chance."""
+        told = noted(self._monitor.recv_multipart(zmq.NOBLOCK))
+        if told.unasked:  # and the next that we hear is which connection that was
+            self._unasked = True
+        if told.went is not None:
+            if not self._connections.ended(told.went) and self._unasked:
+                self._refuse("keys", "a connection did not get through its handshake: a stock engine, or another key")
+            self._unasked = False
+        if told.came is not None and (why := self._connections.accepted(told.came, time.monotonic())):
+            self._refuse("connections", why)
+
+    def _sweep(self, now: float) -> None:
+        if now >= self._next_sweep:
+            self._next_sweep = now + _SWEEP
+            for why in self._connections.sweep(now):
+                self._refuse("connections", why)
 
     def _refuse(self, kind: str, why: str) -> None:
         """Count it; say it once in a while."""
@@ -135,6 +164,7 @@ class HandshakeServer:
         if not self._gate.asks(address, time.monotonic()):
             self._refuse("requests", f"{address} asks too often (kvconn.handshake_rate)")
             return
+        self._connections.asked(int(body.get(zmq.SRCFD)), time.monotonic())
         clock = msgspec.msgpack.encode(time.perf_counter())
         self._socket.send_multipart([frames[0].bytes, b"", payload, clock], zmq.NOBLOCK)
 
