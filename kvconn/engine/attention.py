@@ -19,7 +19,19 @@ import torch
 from kvconn.engine.config import ModelSpec
 from kvconn.engine.portion import Portion
 
-__all__ = ["Attention", "Context", "GroupedQuery", "Latent", "attend", "make_attention", "merge", "norm"]
+__all__ = [
+    "Attention",
+    "Context",
+    "Draw",
+    "GroupedQuery",
+    "Latent",
+    "Weights",
+    "attend",
+    "make_attention",
+    "merge",
+    "norm",
+    "piece",
+]
 
 Weights = dict[str, torch.Tensor]
 Draw = Callable[..., torch.Tensor]

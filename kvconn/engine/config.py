@@ -8,16 +8,17 @@ Rules
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import msgspec
 
-from kvconn.base import GroupView, KVCacheView
+from kvconn.base import CacheKind, GroupView, KVCacheView
 from kvconn.config import LIMITS, KVTransferConfig, ModelView, ParallelConfig, parse_kv_transfer_config
 from kvconn.errors import ConfigError
 from kvconn.geometry import Share, Side, is_replicated, place_of
 
 __all__ = [
+    "TAPS",
     "EngineConfig",
     "ModelSpec",
     "cache_groups",
@@ -27,6 +28,10 @@ __all__ = [
     "model_view",
     "share_of_rank",
 ]
+
+
+#: tokens that a layer with a state convolves
+TAPS: Final = 4
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,8 +54,10 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     #: of ``kv='latent'``: compressed K and V, then the shared positional part
     latent: int = 48
     rope: int = 16
-    #: every second layer, from the second on, sees this many tokens, its own among them; 0: all layers see all
+    #: Layers take turns: one sees everything, then, unless 0, one sees this many tokens, its own among them,
     window: int = 0
+    #: and, unless 0, one keeps a recurrent state with so many rows per head, and nothing of single tokens
+    state: int = 0
     d_ff: int = 128
     vocab_size: int = 512
     #: smallest difference between the two best logits that a run may see; below it equal KV need not mean equal tokens
@@ -65,6 +72,16 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     def channels(self) -> int:
         """Elements that one head keeps of one token."""
         return self.latent + self.rope if self.kv == "latent" else 2 * self.head_dim
+
+    @property
+    def convolved(self) -> int:
+        """Elements of a head that a layer with a state convolves: a value, a key and a query."""
+        return self.head_dim + 2 * self.state
+
+    @property
+    def state_sizes(self) -> tuple[int, int]:
+        """Elements of the two parts of one head's state: the last inputs of the convolution, and what came of all."""
+        return (TAPS - 1) * self.convolved, self.state * self.head_dim
 
     @property
     def row(self) -> int:
@@ -114,6 +131,7 @@ def check(config: EngineConfig) -> KVTransferConfig | None:
             ("max_num_batched_tokens", config.max_num_batched_tokens, 1),
             ("max_num_seqs", config.max_num_seqs, 1),
             ("model.window", config.model.window, 0),
+            ("model.state", config.model.state, 0),
             ("parallel.tp", config.parallel.tp, 1),
             ("parallel.pp", config.parallel.pp, 1),
             ("parallel.pcp", config.parallel.pcp, 1),
@@ -149,8 +167,9 @@ def _sizes(config: EngineConfig) -> list[str]:
         problems.append(f"parallel.tp: expected a size that {heads} can be divided by, got {parallel.tp}")
     elif model.d_ff % parallel.tp:
         problems.append(f"parallel.tp: expected a divisor of d_ff {model.d_ff}, got {parallel.tp}")
-    if model.window and model.n_layers < 2:
-        problems.append(f"model.window: expected 0 or at least 2 layers, got {model.window} with {model.n_layers}")
+    kinds, got = len(cache_groups(model)), f"window {model.window} and state {model.state} with {model.n_layers}"
+    if kinds > model.n_layers:
+        problems.append(f"model.n_layers: expected a layer of each of the {kinds} kinds, got {got}")
     if parallel.pp > model.n_layers:
         problems.append(f"parallel.pp: expected at most one stage per layer, {model.n_layers}, got {parallel.pp}")
     return problems + _shards(config)
@@ -161,6 +180,8 @@ def _shards(config: EngineConfig) -> list[str]:
     if parallel.dcp == 1:
         return []
     problems = []
+    if config.model.state:
+        problems.append(f"parallel.dcp: a state is not shared by tokens, got {parallel.dcp} with model.state")
     if config.model.kv != "latent":
         problems.append(f"parallel.dcp: only a latent cache is shared by tokens, got {parallel.dcp} with kv 'gqa'")
     if parallel.pcp == 1 and parallel.tp % parallel.dcp:
@@ -200,11 +221,15 @@ def layer_names(model: ModelSpec) -> tuple[str, ...]:
 
 
 def cache_groups(model: ModelSpec) -> tuple[GroupView, ...]:
-    """The layers that share a block table: those that see everything, and those that see a window."""
+    """The layers that share a block table, by kind. Layer ``i`` is in group ``i`` modulo their number."""
     names = layer_names(model)
-    if not model.window:
-        return (GroupView("full", names),)
-    return GroupView("full", names[::2]), GroupView("window", names[1::2], model.window)
+    kinds: list[CacheKind] = ["full"]
+    kinds += ["window"] if model.window > 0 else []
+    kinds += ["state"] if model.state > 0 else []
+    return tuple(
+        GroupView(kind, names[first :: len(kinds)], model.window if kind == "window" else None)
+        for first, kind in enumerate(kinds)
+    )
 
 
 def kv_cache_view(config: EngineConfig) -> KVCacheView:

@@ -6,6 +6,7 @@ Rules
 2. The next token is a hash of every byte of the request's context as it lies in the cache, each weighted by its place:
    a wrong, stale or torn block changes it. Text alone can't show that, because a model forgives.
 3. Places are global (layer, token, head), so every topology gives the same tokens and D's bytes must be P's.
+4. A state is hashed on from what it was, token by token: a wrong, stale or torn one is never right again.
 Arithmetic is modulo 2**64; rows are stored bit for bit in the float64 cache.
 """
 
@@ -61,6 +62,8 @@ class ContentAddressed:
         self.caches = empty_caches(config, self._portion)
         self._bytes: list[U64] = [cache.view(torch.int64).numpy().view(np.uint64) for cache in self.caches]
         self._columns = np.arange(1, self._spec.channels + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
+        #: layers with KV
+        self._seeing = [layer for layer, keeps in enumerate(self._portion.keeps_state) if not keeps]
         kv = self._portion.kv
         self._heads = _mix(np.arange(kv.first, kv.first + kv.count, dtype=np.uint64))
         #: request id -> hashes of all its token prefixes so far
@@ -73,7 +76,7 @@ class ContentAddressed:
         for layer in range(self._portion.n_layers):
             before(layer)
             for s in batch:
-                self._write(s, layer)
+                (self._join if self._portion.keeps_state[layer] else self._write)(s, layer)
             after(layer)
         return self._sample([s for s in batch if s.sample])
 
@@ -85,6 +88,32 @@ class ContentAddressed:
         blocks = np.array(s.tables[self._portion.groups[layer]], dtype=np.int64)[index]
         prefixes = [self._prefixes[s.id][position] for position in positions.tolist()]
         self._bytes[layer][blocks, :, row] = self._rows(prefixes, layer)
+
+    def _join(self, s: Scheduled, layer: int) -> None:
+        slot = self._slot(s, layer)
+        if s.start == 0:
+            slot[:] = 0
+        self._joined(slot, self._prefixes[s.id][s.start : s.start + s.n], layer)
+
+    def _slot(self, s: Scheduled, layer: int) -> U64:
+        slot: U64 = self._bytes[layer][s.tables[self._portion.groups[layer]][0]]
+        return slot
+
+    def _joined(self, slot: U64, prefixes: Sequence[int], layer: int) -> None:
+        places = self._state_places(layer)
+        for prefix in prefixes:
+            slot[:] = _mix(slot ^ _mix(places ^ np.uint64(prefix)))
+
+    def _state_places(self, layer: int) -> U64:
+        """For every number of a slot its place among all of the model."""
+        portion, sizes = self._portion, self._spec.state_sizes
+        heads = np.arange(portion.first_head, portion.first_head + portion.n_heads, dtype=np.uint64)[:, None]
+        parts = [
+            heads * np.uint64(size) + np.arange(size, dtype=np.uint64) + np.uint64(part << 60)
+            for part, size in enumerate(sizes, 1)
+        ]
+        places: U64 = np.concatenate([part.reshape(-1) for part in parts])
+        return places + np.uint64(portion.first_layer + layer << 32)
 
     def forget(self, ids: Sequence[str]) -> None:
         """These requests ended."""
@@ -116,12 +145,13 @@ class ContentAddressed:
         """The same on all ranks that hold a part. Copies count once; a copy that differs changes the token as well."""
         if not batch:
             return {}
-        own = np.array([self._read(s) for s in batch], dtype=np.uint64)
+        own = np.array([(self._read(s), self._remembered(s)) for s in batch], dtype=np.uint64)
         parts = self._ranks.holders.gather(torch.from_numpy(own.view(np.int64)))
         total: U64 = np.zeros(len(batch), dtype=np.uint64)
         first: dict[tuple[int, int, int], U64] = {}
         for cells, part in zip(self._cells, parts, strict=True):
-            told: U64 = part.numpy().view(np.uint64)
+            told, remembered = part.numpy().view(np.uint64).T
+            total += remembered  # each rank has another part of a state
             total += (told ^ first[cells]) * np.uint64(_GOLDEN) if cells in first else told
             first.setdefault(cells, told)
         tokens: U64 = _mix(total) % np.uint64(self._spec.vocab_size)
@@ -133,7 +163,7 @@ class ContentAddressed:
         heads = np.arange(portion.kv.first, portion.kv.first + portion.kv.count, dtype=np.uint64)
         columns: U64 = np.arange(spec.channels, dtype=np.uint64)
         total = 0
-        for layer in range(portion.n_layers):
+        for layer in self._seeing:
             context, positions = self._context(s, layer)
             rows: U64 = positions.numpy().astype(np.uint64)[:, None] * np.uint64(spec.cache_heads) + heads
             places: U64 = rows[..., None] * np.uint64(spec.channels) + columns
@@ -141,10 +171,28 @@ class ContentAddressed:
             total += int(_mix(context ^ _mix(there)).sum(dtype=np.uint64))
         return total & _MASK
 
+    def _remembered(self, s: Scheduled) -> int:
+        """The same of every byte of the states that are here."""
+        total = 0
+        for layer in range(self._portion.n_layers):
+            if self._portion.keeps_state[layer]:
+                there = _mix(self._state_places(layer))
+                total += int(_mix(self._slot(s, layer) ^ there).sum(dtype=np.uint64))
+        return total & _MASK
+
     def first_wrong(self, s: Scheduled, tokens: Sequence[int]) -> tuple[int, int, int] | None:
-        """(layer, block id, position) of the first row that ``s`` sees here and that is not what ``tokens`` say."""
+        """(layer, block id, position) of the first row that ``s`` sees here and that is not what ``tokens`` say, or of
+        the first state, which stands at its last token."""
         hashes = prefix_hashes(tokens)
         for layer in range(self._portion.n_layers):
+            if self._portion.keeps_state[layer]:
+                slot = self._slot(s, layer)
+                right = np.zeros_like(slot)
+                self._joined(right, hashes, layer)
+                if not np.array_equal(slot, right):
+                    group = self._portion.groups[layer]
+                    return self._portion.first_layer + layer, s.tables[group][0], len(tokens) - 1
+                continue
             context, positions = self._context(s, layer)
             expected = self._rows([hashes[position] for position in positions.tolist()], layer)
             bad = np.flatnonzero((context != expected).any(axis=(1, 2)))

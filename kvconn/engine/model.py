@@ -13,6 +13,8 @@ Rules
    computed apart from prefill tokens, of which ranks have different numbers: a matrix product's rounding depends on its
    shape. Replicas' caches end up with the same bytes.
 6. Under DCP each rank attends with the queries of its whole group to the tokens it keeps, and the answers are merged.
+7. A layer with a state (:mod:`kvconn.engine.recurrent`) has slots ``[num_blocks, numbers]`` in the place of its cache.
+   All PCP ranks let all tokens join it.
 """
 
 from __future__ import annotations
@@ -24,10 +26,12 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from kvconn.base import GroupView
 from kvconn.engine.attention import Context, attend, make_attention, merge, norm, piece
 from kvconn.engine.config import EngineConfig, cache_groups
 from kvconn.engine.portion import Portion, holds, seen, slots, split
 from kvconn.engine.ranks import Ranks, gather_rows
+from kvconn.engine.recurrent import Recurrent
 from kvconn.engine.scheduler import Scheduled
 
 __all__ = ["Model", "Transformer", "empty_caches", "make_model"]
@@ -56,8 +60,9 @@ def page_aligned(*shape: int) -> torch.Tensor:
 
 def empty_caches(config: EngineConfig, portion: Portion) -> list[torch.Tensor]:
     """One rank's pool, a tensor per layer of its."""
-    shape = config.num_blocks, portion.kv.count, config.block_size, config.model.channels
-    return [page_aligned(*shape) for _ in range(portion.n_layers)]
+    attention = config.num_blocks, portion.kv.count, config.block_size, config.model.channels
+    state = config.num_blocks, portion.n_heads * sum(config.model.state_sizes)
+    return [page_aligned(*(state if keeps else attention)) for keeps in portion.keeps_state]
 
 
 class _Part:
@@ -95,8 +100,8 @@ class _Lane:
     here: slice
     all_positions: torch.Tensor
     x: torch.Tensor
-    #: by cache group
-    slots: list[_Slots]
+    #: by cache group, of those whose blocks hold tokens
+    slots: dict[int, _Slots]
 
     @property
     def positions(self) -> torch.Tensor:
@@ -115,6 +120,7 @@ class Transformer:
         self.caches = empty_caches(config, self._portion)
         self._groups = cache_groups(config.model)
         self._attention = make_attention(config.model, self._portion)
+        self._recurrent = Recurrent(config.model, self._portion)
         self._init_weights()
 
     def _init_weights(self) -> None:
@@ -125,14 +131,15 @@ class Transformer:
             fan_in = shape[-2] if len(shape) > 1 else shape[-1]
             return torch.randn(*shape, generator=generator, dtype=torch.float64) / math.sqrt(fan_in)
 
-        def layer() -> Weights:
-            attention = self._attention.part(self._attention.draw(draw))
+        def layer(group: GroupView) -> Weights:
+            mixes = self._recurrent if group.kind == "state" else self._attention
+            mixing = mixes.part(mixes.draw(draw))
             wide, narrow = draw(spec.d_model, spec.d_ff), draw(spec.d_ff, spec.d_model)
             mine = slice(tp.rank, tp.rank + 1)
-            return attention | {"ff_in": piece(wide, 1, tp.size, mine), "ff_out": piece(narrow, 0, tp.size, mine)}
+            return mixing | {"ff_in": piece(wide, 1, tp.size, mine), "ff_out": piece(narrow, 0, tp.size, mine)}
 
         self._embed = torch.randn(spec.vocab_size, spec.d_model, generator=generator, dtype=torch.float64)
-        layers = [layer() for _ in range(spec.n_layers)]
+        layers = [layer(self._groups[number % len(self._groups)]) for number in range(spec.n_layers)]
         self._layers = layers[portion.first_layer : portion.first_layer + portion.n_layers]
         self._head = draw(spec.d_model, spec.vocab_size) * 4.0
 
@@ -175,7 +182,9 @@ class Transformer:
         positions = [p for s in batch for p in range(s.start, s.start + s.n)]
         tokens = torch.tensor([t for part in parts for t in part.tokens], dtype=torch.long)
         everywhere = torch.tensor(positions, dtype=torch.long)
-        slots_of = [self._slots(batch, group) for group in range(len(self._groups))]
+        slots_of = {
+            number: self._slots(batch, number) for number, group in enumerate(self._groups) if group.kind != "state"
+        }
         return _Lane(_whole(batch), parts, counts, here, everywhere, self._embed[tokens], slots_of)
 
     def _slots(self, batch: Sequence[Scheduled], group: int) -> _Slots:
@@ -195,16 +204,34 @@ class Transformer:
     # -- a layer -------------------------------------------------------------------------------------------------
 
     def _layer(self, index: int, weights: Weights, lane: _Lane) -> torch.Tensor:
-        tp, attention = self._ranks.tp, self._attention
-        normed = norm(lane.x)
+        tp = self._ranks.tp
+        mix = self._remember if self._portion.keeps_state[index] else self._see
+        mixed = mix(index, weights, lane, norm(lane.x))
+        if mixed is None:
+            return lane.x
+        x = lane.x + tp.total(mixed)
+        return x + tp.total(torch.nn.functional.silu(norm(x) @ weights["ff_in"]) @ weights["ff_out"])
+
+    def _see(self, index: int, weights: Weights, lane: _Lane, normed: torch.Tensor) -> torch.Tensor | None:
+        """Attention; None where this rank has nothing to compute."""
+        attention = self._attention
         rows = self._all(lane, attention.rows(normed, weights, lane.positions))
         slots = lane.slots[self._portion.groups[index]]
         self.caches[index][slots.blocks, :, slots.rows] = rows[slots.kept]
         if not lane.parts and self._ranks.shards.size == 1:
-            return lane.x
+            return None
         queries = attention.queries(normed, weights, lane.positions)
-        x = lane.x + tp.total(attention.output(self._attend(index, lane, queries), weights))
-        return x + tp.total(torch.nn.functional.silu(norm(x) @ weights["ff_in"]) @ weights["ff_out"])
+        return attention.output(self._attend(index, lane, queries), weights)
+
+    def _remember(self, index: int, weights: Weights, lane: _Lane, normed: torch.Tensor) -> torch.Tensor | None:
+        """A state; None where this rank has nothing to answer."""
+        rows, answers, cursor = self._all(lane, self._recurrent.rows(normed, weights)), [], 0
+        for part in lane.whole:
+            slot = self.caches[index][part.scheduled.tables[self._portion.groups[index]][0]]
+            fresh = part.first == 0
+            answers.append(self._recurrent.join(rows[cursor : cursor + part.n], weights, slot, fresh))
+            cursor += part.n
+        return self._recurrent.output(torch.cat(answers)[lane.here], normed, weights) if lane.parts else None
 
     def _all(self, lane: _Lane, rows: torch.Tensor) -> torch.Tensor:
         """Rows of all PCP ranks' tokens."""

@@ -5,7 +5,7 @@ Rules
    these need; a latent cache is one head, of which every TP rank has a copy.
 2. With DCP the tokens of a block are dealt over the ranks of a group, ``interleave`` at a time, round after round. A
    block id then stands for ``block_size`` tokens on each of them.
-3. Ranks with equal :attr:`Portion.cells` keep copies.
+3. Ranks with equal :attr:`Portion.cells` keep copies of KV. A state is divided as the query heads are.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import msgspec
 import torch
 
 from kvconn.config import ParallelConfig
-from kvconn.engine.config import ModelSpec, share_of_rank
+from kvconn.engine.config import ModelSpec, cache_groups, share_of_rank
 from kvconn.geometry import HeadShare, TokenShare, blocks_for, coordinates, is_replicated
 
 __all__ = ["Members", "Portion", "held", "holds", "seen", "slots", "split"]
@@ -68,6 +68,8 @@ class Portion(msgspec.Struct, frozen=True):
     #: by layer of this rank: its cache group, and how far it sees, in tokens; None: to the beginning
     groups: tuple[int, ...]
     windows: tuple[int | None, ...]
+    #: and whether it keeps a state, of its query heads, in place of KV
+    keeps_state: tuple[bool, ...]
 
     @classmethod
     def of(cls, model: ModelSpec, parallel: ParallelConfig, rank: int) -> Portion:
@@ -78,7 +80,8 @@ class Portion(msgspec.Struct, frozen=True):
         share = share_of_rank(model, parallel, rank)
         assert share is not None, "heads and ranks were checked"
         first = sum(layers[: where.pp])
-        groups = tuple(layer % 2 if model.window else 0 for layer in range(first, first + layers[where.pp]))
+        kinds = cache_groups(model)
+        groups = tuple(layer % len(kinds) for layer in range(first, first + layers[where.pp]))
         return cls(
             first_stage=where.pp == 0,
             last_stage=where.pp == parallel.pp - 1,
@@ -89,8 +92,13 @@ class Portion(msgspec.Struct, frozen=True):
             kv=share.heads,
             tokens=share.tokens,
             groups=groups,
-            windows=tuple(model.window if group else None for group in groups),
+            windows=tuple(kinds[group].window for group in groups),
+            keeps_state=tuple(kinds[group].kind == "state" for group in groups),
         )
+
+    def state_bytes(self, model: ModelSpec) -> list[int]:
+        """Of the two tensors of a layer's state here, one slot of each."""
+        return [self.n_heads * numbers * 8 for numbers in model.state_sizes]  # float64
 
     @property
     def cells(self) -> tuple[int, int, int]:

@@ -31,6 +31,7 @@ from kvconn.base import (
 from kvconn.engine.config import EngineConfig, cache_groups
 from kvconn.engine.request import EngineRequest, Finished, FirstToken, Request, Status
 from kvconn.engine.tables import Tables
+from kvconn.params import wants_remote_decode
 
 __all__ = ["Scheduled", "Scheduler", "Step"]
 
@@ -104,7 +105,7 @@ class Scheduler:
         if submitted.id in self.requests:
             self._refuse(submitted, f"id {submitted.id} is in use", now)
             return
-        request = Request(submitted, self._config.block_tokens, len(self.tables.groups))
+        request = Request(self._asked(submitted), self._config.block_tokens, len(self.tables.groups))
         if self._draining:
             self._refuse(submitted, "the engine was told to end; ask another one", now)
             self._never_admitted(request)
@@ -119,6 +120,15 @@ class Scheduler:
         self.waiting.append(request)
         if self._connector is not None:
             self._connector.on_new_request(request.view())
+
+    def _asked(self, submitted: EngineRequest) -> EngineRequest:
+        """A reader computes a prompt's last token, and a state can't be taken back by one: what is held for a reader
+        stands before that token (as in vLLM). Of a prompt of one token nothing is held."""
+        if not self._config.model.state or not wants_remote_decode(submitted.kv_transfer_params):
+            return submitted
+        if len(submitted.prompt_tokens) < 2:
+            return msgspec.structs.replace(submitted, kv_transfer_params=None)
+        return msgspec.structs.replace(submitted, prompt_tokens=submitted.prompt_tokens[:-1], max_tokens=1)
 
     def _refuse(self, submitted: EngineRequest, why: str, now: float) -> None:
         self._events.append(

@@ -2,10 +2,12 @@
 
 Rules
 1. Each group has a pool, and a table per request; a token's block has the same index in all tables. The first group is
-   full: a table of it begins with the prompt and has no holes.
+   full: a table of it begins with the prompt and has no holes. A group of state has one slot per request instead.
 2. A window group keeps a block only while a token to come can see into it. Where a block was given back, or was never
    needed, the table says ``NO_BLOCK``.
 3. All groups get what they need, or none gets anything.
+4. A state is that of all tokens so far: there is none of a prompt's beginning to be found again. So with a group of
+   state nothing is a prefix hit.
 No I/O, no clock.
 """
 
@@ -22,12 +24,17 @@ __all__ = ["Tables"]
 
 
 class _Group:
-    """A pool. ``window`` in tokens, None: every token sees all before it."""
+    """A pool. ``window`` in tokens, None: every token sees all before it. ``state``: a slot per request."""
 
-    def __init__(self, pool: BlockPool, window: int | None, block_tokens: int) -> None:
+    def __init__(self, pool: BlockPool, view: GroupView, block_tokens: int) -> None:
         self.pool = pool
-        self.window = window
+        self.window = view.window
+        self.state = view.kind == "state"
         self._size = block_tokens
+
+    def length(self, n_tokens: int) -> int:
+        """Of a table that reaches up to so many tokens."""
+        return min(1, n_tokens) if self.state else blocks_for(n_tokens, self._size)
 
     def first(self, n_computed: int) -> int:
         """The first block that a token at position ``n_computed`` or later can see into."""
@@ -39,7 +46,7 @@ class Tables:
 
     def __init__(self, num_blocks: int, block_tokens: int, groups: Sequence[GroupView]) -> None:
         self._size = block_tokens
-        self.groups = [_Group(BlockPool(num_blocks), group.window, block_tokens) for group in groups]
+        self.groups = [_Group(BlockPool(num_blocks), group, block_tokens) for group in groups]
 
     @property
     def num_used(self) -> int:
@@ -51,6 +58,8 @@ class Tables:
 
     def hits(self, request: Request) -> list[list[int]]:
         """The longest prefix that is cached in every group, as tables; at least one token is left to compute."""
+        if any(group.state for group in self.groups):
+            return [[] for _ in self.groups]
         hashes = request.hashes()[: (request.n_total - 1) // self._size]
         n = len(self.groups[0].pool.find(hashes))
         while True:
@@ -62,10 +71,10 @@ class Tables:
 
     def admit(self, request: Request, hits: list[list[int]], n_tokens: int) -> bool:
         """Give ``request`` these hits and blocks up to ``n_tokens`` tokens, which it will have. False: no room."""
-        end = blocks_for(n_tokens, self._size)
         computed = min(n_tokens, request.n_total - 1)  # the last token is computed in any case
         kept, fresh = [], []
         for group, table in zip(self.groups, hits, strict=True):
+            end = group.length(n_tokens)
             first = min(group.first(computed), end)
             kept.append([NO_BLOCK] * min(first, len(table)) + table[first:])
             fresh.append(end - max(first, len(table)))
@@ -74,6 +83,7 @@ class Tables:
             return False
         for group, table, n in zip(self.groups, kept, fresh, strict=True):
             group.pool.take(present(table))
+            end = group.length(n_tokens)
             table.extend([NO_BLOCK] * (end - n - len(table)) + _allocate(group.pool, n))
         request.tables = kept
         return True
@@ -88,10 +98,11 @@ class Tables:
             group.pool.give_back(present(table[index] for index in gone))
             for index in gone:
                 table[index] = NO_BLOCK
-        more = max(0, blocks_for(n_tokens, self._size) - len(request.blocks))
-        if any(group.pool.num_free < more for group in self.groups):
+        pairs = list(zip(self.groups, request.tables, strict=True))
+        more = [max(0, group.length(n_tokens) - len(table)) for group, table in pairs]
+        if any(group.pool.num_free < n for group, n in zip(self.groups, more, strict=True)):
             return None
-        new = [_allocate(group.pool, more) for group in self.groups]
+        new = [_allocate(group.pool, n) for group, n in zip(self.groups, more, strict=True)]
         for table, blocks in zip(request.tables, new, strict=True):
             table.extend(blocks)
         return tuple(map(tuple, new))
@@ -100,7 +111,7 @@ class Tables:
         """The blocks from index ``first`` up to ``end`` are full."""
         for index in range(first, end):
             for group, table in zip(self.groups, request.tables, strict=True):
-                if table[index] != NO_BLOCK:
+                if not group.state and table[index] != NO_BLOCK:
                     group.pool.cache(table[index], request.hashes()[index])
 
     def give_back(self, request: Request) -> None:

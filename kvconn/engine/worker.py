@@ -77,8 +77,13 @@ class Worker:
     def _register(self) -> None:
         layers = {}
         for name, cache, group in zip(self._names, self._model.caches, self._portion.groups, strict=True):
-            length, kind = cache[0].nbytes, self._groups[group].kind
-            layers[name] = LayerView(name, cache.data_ptr(), length, length, len(cache), group, kind)
+            stride, kind, at = cache[0].nbytes, self._groups[group].kind, cache.data_ptr()
+            lengths = [stride] if kind != "state" else self._portion.state_bytes(self._config.model)
+            for number, length in enumerate(lengths):
+                layers[f"{name}/{number}" if number else name] = LayerView(
+                    name, at, stride, length, len(cache), group, kind
+                )
+                at += length
         if self._connector is not None:
             self._connector.register_kv_caches(layers)
 

@@ -4,6 +4,8 @@ Rules
 1. An engine's list of a group begins with the prompt's first block; ``NO_BLOCK`` stands where there is none any more.
 2. Of a window only the blocks are held and filled in which the next token can still see something; of state the one
    slot.
+3. A state is that of exactly the tokens that were computed: who reads it goes on there, with a token of the prompt left
+   to compute. A reader of fewer tokens, or of all of the prompt, would let tokens join it twice.
 Counts in tokens of the prompt; ``size`` is a block id's, over all ranks that share it.
 """
 
@@ -12,9 +14,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvconn.base import NO_BLOCK, GroupView
+from kvconn.errors import RequestError
 from kvconn.geometry import blocks_for
 
-__all__ = ["blocks_held", "blocks_to_fill"]
+__all__ = ["blocks_held", "blocks_to_fill", "check_state"]
+
+
+def check_state(groups: Sequence[GroupView], held: int, prompt: int) -> None:
+    """Raise RequestError where a state that stands after ``held`` tokens is of no use to a prompt of ``prompt``."""
+    if held >= prompt and any(group.kind == "state" for group in groups):
+        expected = f"below the prompt's {prompt}: a state that stands behind its last token can't be taken back"
+        raise RequestError("kv_transfer_params.remote_num_tokens", expected, held)
 
 
 def blocks_held(group: GroupView, ids: Sequence[int], tokens: int, size: int) -> tuple[int, ...]:

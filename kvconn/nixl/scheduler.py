@@ -27,7 +27,7 @@ from kvconn.config import ConnectorConfig, NixlSettings
 from kvconn.errors import RequestError
 from kvconn.ledger import CompletionGate, CompletionLedger, Emit
 from kvconn.metrics import Meter
-from kvconn.nixl.blocks import blocks_held, blocks_to_fill
+from kvconn.nixl.blocks import blocks_held, blocks_to_fill, check_state
 from kvconn.nixl.fence import Fence, FenceSlots, check_signature, fresh_key, prompt_digest, seal, sign
 from kvconn.nixl.handshake import side_of
 from kvconn.nixl.metadata import LoadSpec, NixlHandshake, NixlStep, SendSpec
@@ -110,12 +110,17 @@ class NixlScheduler:
             self._to_hold.add(view.id)
         if view.id in self._incoming or not self._reads:
             return
+        ref: RemoteRef | None = None
         try:
             ref = self.reference(view.params)
+            if ref is not None:
+                check_state(self._cache.groups, ref.num_tokens, view.n_prompt)
         except RequestError as err:
             self._incoming[view.id] = _Incoming(None, str(err), now)
             self.meter.add("params_refused")
             log.warning("request %s: refused: %s", view.id, err)
+            if ref is not None:  # a good one, that is of no use here
+                self._releases.append(ref)
             return
         if ref is not None:
             self._incoming[view.id] = _Incoming(ref, None, now)

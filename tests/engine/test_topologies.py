@@ -24,6 +24,11 @@ CONTENT = ModelSpec(mode="content-addressed", **SIZES)
 CONTENT_HEADS = ModelSpec(mode="content-addressed", kv="gqa", n_kv_heads=2, **SIZES)
 WINDOW = ModelSpec(window=11, **SIZES)
 WINDOW_HEADS = ModelSpec(kv="gqa", n_kv_heads=2, window=11, **SIZES)
+#: one layer of each kind: everything, a window, a state
+STATE = ModelSpec(window=11, state=8, **SIZES)
+STATE_HEADS = ModelSpec(kv="gqa", n_kv_heads=2, state=8, **SIZES)
+CONTENT_STATE = ModelSpec(mode="content-addressed", state=8, **SIZES)
+CONTENT_STATE_HEADS = ModelSpec(mode="content-addressed", kv="gqa", n_kv_heads=2, window=11, state=8, **SIZES)
 CONTENT_WINDOW = ModelSpec(mode="content-addressed", kv="gqa", n_kv_heads=2, window=11, **SIZES)
 MODELS = {
     "latent": LATENT,
@@ -33,6 +38,10 @@ MODELS = {
     "window": WINDOW,
     "window-gqa": WINDOW_HEADS,
     "content-window": CONTENT_WINDOW,
+    "state": STATE,
+    "state-gqa": STATE_HEADS,
+    "content-state": CONTENT_STATE,
+    "content-state-gqa": CONTENT_STATE_HEADS,
 }
 
 ANY_KV = {
@@ -56,6 +65,8 @@ WINDOWS = "pp3 tp2", "pcp2 tp2"
 PAIRS = (
     [(model, name) for model in ("latent", "gqa", "content", "content-gqa") for name in ANY_KV]
     + [(model, name) for model in ("window-gqa", "content-window") for name in WINDOWS]
+    + [(model, name) for model in ("state", "content-state") for name in ("tp2", "pp3 tp2", "pp2 pcp3")]
+    + [(model, name) for model in ("state-gqa", "content-state-gqa") for name in ("tp4", "pp2", "pcp2 tp2")]
     + [(model, name) for model in ("latent", "content") for name in SHARED_TOKENS]
     + [("window", "tp2 dcp2"), ("window", "pp2 pcp2 dcp2")]
 )
@@ -184,6 +195,16 @@ def test_a_rank_names_the_first_wrong_row_of_its_own() -> None:
             GROUPED,
             ParallelConfig(tp=2, dcp=2),
             ["parallel.dcp: only a latent cache is shared by tokens, got 2 with kv 'gqa'"],
+        ),
+        (
+            ModelSpec(state=8, **SIZES),
+            ParallelConfig(tp=2, dcp=2),
+            ["parallel.dcp: a state is not shared by tokens, got 2 with model.state"],
+        ),
+        (
+            ModelSpec(state=8, window=4, n_layers=2),
+            ParallelConfig(),
+            ["model.n_layers: expected a layer of each of the 3 kinds, got window 4 and state 8 with 2"],
         ),
         (LATENT, ParallelConfig(tp=4, dcp=3), ["parallel.dcp: expected a divisor of tp 4, got 3"]),
         (

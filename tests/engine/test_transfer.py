@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvconn.base import FinishReason
 from kvconn.config import ParallelConfig
 from kvconn.engine.client import EngineRequest
 from kvconn.engine.config import ModelSpec
@@ -25,12 +26,17 @@ HEADS = msgspec.structs.replace(LATENT, kv="gqa", n_kv_heads=4)
 COPIES = msgspec.structs.replace(LATENT, kv="gqa", n_kv_heads=2)
 #: every second layer sees 11 tokens
 WINDOW = msgspec.structs.replace(HEADS, n_layers=4, window=11)
+#: a layer of each kind: everything, a window, a state
+STATE = msgspec.structs.replace(LATENT, n_layers=3, window=11, state=4)
+STATE_HEADS = msgspec.structs.replace(HEADS, state=4)
+REAL_STATE = ModelSpec(n_layers=4, d_model=32, d_ff=64, n_heads=4, n_kv_heads=2, kv="gqa", state=8)
 REAL = ModelSpec(n_layers=4, d_model=32, d_ff=64, n_heads=4, n_kv_heads=2, kv="gqa", window=11)
 #: P gives blocks back while it computes a prompt
 CHUNKS = {"max_num_batched_tokens": 16}
 #: beginnings of one prompt, longest first: of the second D has a block already
 LENGTHS = {"a": 45, "b": 19, "c": 3}
 N_NEW = 4
+LEASE = {"kv_connector_extra_config": {"kv_lease_duration": 1}}
 
 #: model, producer, consumer, and how their engines differ otherwise
 PAIRS: dict[str, tuple[ModelSpec, ParallelConfig, ParallelConfig, dict[str, Any], dict[str, Any]]] = {
@@ -45,6 +51,10 @@ PAIRS: dict[str, tuple[ModelSpec, ParallelConfig, ParallelConfig, dict[str, Any]
     "window, tp 1 to 2": (WINDOW, ParallelConfig(), ParallelConfig(tp=2), CHUNKS, {}),
     "window, pp 2 to 1, blocks 8 to 16": (WINDOW, ParallelConfig(pp=2), ParallelConfig(), CHUNKS, {"block_size": 16}),
     "transformer, tp 2 to pp 2": (REAL, ParallelConfig(tp=2), ParallelConfig(pp=2), {}, {}),
+    "state": (STATE, ParallelConfig(), ParallelConfig(), CHUNKS, {}),
+    "state, tp 2 to 2": (STATE_HEADS, ParallelConfig(tp=2), ParallelConfig(tp=2), CHUNKS, {}),
+    "state, pp 2 to 1, blocks 8 to 16": (STATE, ParallelConfig(pp=2), ParallelConfig(), {}, {"block_size": 16}),
+    "transformer with state, pcp 2 to 1": (REAL_STATE, ParallelConfig(pcp=2), ParallelConfig(), CHUNKS, {}),
     "blocks 16 to 32": (HEADS, ParallelConfig(), ParallelConfig(), {"block_size": 16}, {"block_size": 32}),
     "blocks 32 to 16": (HEADS, ParallelConfig(), ParallelConfig(), {"block_size": 32}, {"block_size": 16}),
 }
@@ -75,6 +85,34 @@ def test_decode_continues_what_prefill_computed(start: Starter, pair: str) -> No
         assert engine.drain(SECONDS), engine.stats()
         assert engine.stats().kv_blocks_used == engine.stats().pending_release == 0
     stats = d.stats()
-    assert stats.external_tokens >= LENGTHS["a"] + LENGTHS["c"]
+    #: a state stands before the last token, and of a prefix there is none
+    loaded = sum(LENGTHS.values()) - len(LENGTHS) if model.state else LENGTHS["a"] + LENGTHS["c"]
+    assert stats.external_tokens >= loaded
     assert stats.connector.get("nixl_num_failed_transfers", 0) == 0
     assert p.stats().connector.get("nixl_num_kv_expired_reqs", 0) == 0
+
+
+@pytest.mark.parametrize(("p_tp", "d_tp"), [(1, 2), (2, 1)])
+def test_a_state_at_unequal_tp_is_refused_by_field(start: Starter, p_tp: int, d_tp: int) -> None:
+    """Nothing of such a peer is loaded, so nobody can tell it: its lease ends."""
+    p = start("P", parallel=ParallelConfig(tp=p_tp), transfer=NIXL_PRODUCER | LEASE, model=STATE_HEADS)
+    d = start("D", parallel=ParallelConfig(tp=d_tp), transfer=NIXL_CONSUMER, model=STATE_HEADS)
+    prompt = unique_tokens("a", 20)
+    d.submit(EngineRequest("a", prompt, N_NEW, prefilled(p, "a", prompt)))
+    end = ends(d, "a")["a"]
+    assert end.reason is FinishReason.ERROR and end.error is not None
+    assert "share of layers.1.kv" in end.error and "state can't be cut" in end.error
+    for engine in (d, p):
+        assert engine.drain(SECONDS), engine.stats()
+
+
+def test_a_state_that_nobody_holds_any_more_is_computed_again_by_policy(start: Starter) -> None:
+    """P forgets before D reads: D recomputes, from no state at all."""
+    p = start("P", transfer=NIXL_PRODUCER | LEASE, model=STATE)
+    d = start("D", transfer=NIXL_CONSUMER | {"kv_load_failure_policy": "recompute"}, model=STATE)
+    prompt = unique_tokens("a", 20)
+    params = prefilled(p, "a", prompt)
+    assert p.drain(SECONDS)  # the lease ended
+    d.submit(EngineRequest("a", prompt, N_NEW, params))
+    assert ends(d, "a")["a"].tokens == Threaded(STATE).generate({"a": 20}, N_NEW)["a"]
+    assert d.stats().connector["nixl_num_failed_transfers"] == 1

@@ -175,7 +175,10 @@ class TestConnectors:
     ("model", "problem"),
     [
         (msgspec.structs.replace(WINDOW, window=-1), "model.window: expected at least 0, got -1"),
-        (msgspec.structs.replace(WINDOW, n_layers=1), "model.window: expected 0 or at least 2 layers, got 8 with 1"),
+        (
+            msgspec.structs.replace(WINDOW, n_layers=1),
+            "model.n_layers: expected a layer of each of the 2 kinds, got window 8 and state 0 with 1",
+        ),
     ],
 )
 def test_a_window_that_cannot_be_is_refused(model: ModelSpec, problem: str) -> None:

@@ -117,7 +117,7 @@ class Threaded:
     def kv(self, id: str, n_tokens: int) -> torch.Tensor:
         """A request's KV put together from the ranks, ``[layers, tokens, heads, channels]``; copies must be equal.
 
-        Of a layer that sees a window only that window; the rest is zero.
+        Of a layer that sees a window only that window, of one that keeps a state nothing; the rest is zero.
         """
         spec = self.config.model
         whole = torch.zeros(spec.n_layers, n_tokens, spec.cache_heads, spec.channels, dtype=torch.float64)
@@ -128,6 +128,9 @@ class Threaded:
             for layer, (cache, group, window) in enumerate(
                 zip(model.caches, portion.groups, portion.windows, strict=True), portion.first_layer
             ):
+                known[layer] |= portion.keeps_state[layer - portion.first_layer]
+                if portion.keeps_state[layer - portion.first_layer]:
+                    continue
                 start = max(0, n_tokens - window) if window is not None else 0
                 blocks, here = seen(portion.tokens, self.tables[id][group], n_tokens, window, 1, self.config.block_size)
                 rows = cache[blocks].transpose(1, 2).flatten(0, 1)[: len(here)][here >= start]

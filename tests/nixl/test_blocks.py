@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 
 from kvconn.base import NO_BLOCK, GroupView
-from kvconn.nixl.blocks import blocks_held, blocks_to_fill
+from kvconn.errors import RequestError
+from kvconn.nixl.blocks import blocks_held, blocks_to_fill, check_state
 
 FULL, WINDOW, STATE = GroupView("full", ()), GroupView("window", (), 20), GroupView("state", ())
 IDS = (3, 9, 4, 5)
@@ -40,3 +43,10 @@ def test_what_a_reader_needs_is_held(group: GroupView, tokens: int, held: tuple[
 )
 def test_what_is_not_here_yet_is_filled(group: GroupView, hit: int, tokens: int, filled: tuple[int, ...]) -> None:
     assert blocks_to_fill(group, IDS, hit, tokens, 16) == filled
+
+
+@pytest.mark.parametrize(("held", "prompt", "fine"), [(63, 64, True), (1, 64, True), (64, 64, False), (70, 64, False)])
+def test_a_state_is_read_where_a_token_is_left_to_compute_and_nowhere_else(held: int, prompt: int, fine: bool) -> None:
+    check_state((FULL, WINDOW), held, prompt)
+    with nullcontext() if fine else pytest.raises(RequestError, match=f"remote_num_tokens: expected below .* {prompt}"):
+        check_state((FULL, STATE), held, prompt)

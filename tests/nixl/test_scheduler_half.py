@@ -52,13 +52,15 @@ def make() -> Iterator[MAKE]:
     """Scheduler halves; producers serve an empty payload, as after start-up."""
     made: list[Half] = []
 
-    def scheduler(role: str = "kv_consumer", *, policy: str = "fail", pcp: int = 1, serve: bool = True) -> Half:
+    def scheduler(
+        role: str = "kv_consumer", *, policy: str = "fail", pcp: int = 1, serve: bool = True, cache: KVCacheView = CACHE
+    ) -> Half:
         raw = {"kv_connector": "NixlConnector", "kv_role": role, "kv_load_failure_policy": policy}
         config = ConnectorConfig(
             parse_kv_transfer_config(raw), "E", ParallelConfig(pcp=pcp), ModelView("m", "u8", 1, 1, 8, BLOCK),
             port=free_port(),
         )  # fmt: skip
-        half = Half(config, NixlSettings(), CACHE, WireCodec())
+        half = Half(config, NixlSettings(), cache, WireCodec())
         made.append(half)
         if serve and role != "kv_consumer":
             half.serve({(0, 0): NixlHandshake(PAYLOAD)})
@@ -101,6 +103,28 @@ def tables(half: Half) -> dict[str, int]:
 
 
 EMPTY = {"incoming": 0, "loading": 0, "lives": 0, "queued": 0}
+
+
+class TestState:
+    """A state stands after exactly the tokens that were held (kvconn.nixl.blocks)."""
+
+    GROUPS = msgspec.structs.replace(CACHE, groups=(*CACHE.groups, GroupView("state", ("l1",))))
+
+    def test_it_is_read_where_a_token_is_left_to_compute(self, make: MAKE) -> None:
+        half = make(cache=self.GROUPS)
+        view = remote(n_prompt=49, tokens=48)
+        assert half.match(view, 0) == (48, True)
+        half.allocated(view, KVBlocks(((1, 2, 3), (7,)), (0, 0)), 48, 0.0)
+        assert half.step(0.0).loads[0].local == ((1, 2, 3), (7,))
+
+    @pytest.mark.parametrize(("policy", "answer"), [("fail", (48, True)), ("recompute", (0, False))])
+    def test_elsewhere_it_is_refused_by_policy_and_its_producer_is_told(
+        self, make: MAKE, policy: str, answer: tuple[int, bool]
+    ) -> None:
+        half = make(cache=self.GROUPS, policy=policy)
+        assert half.match(remote(tokens=48), 0) == answer
+        assert [ref.transfer_id for ref in half.step(0.0).releases] == ["t1"]
+        assert half.meter.take() is not None
 
 
 class TestMatching:
