@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvconn.base import CacheKind, Cells, GroupView
+from kvconn.config import ParallelConfig
 from kvconn.geometry import Place, RankCache, Region, Side
 from kvconn.nixl.fence import WORD
 from kvconn.nixl.pairing import Read
@@ -59,6 +60,9 @@ class Engine:
     #: say it in cells, or in kv_cache_layout alone as a stock peer does
     cells: bool = True
     mem_type: str = "DRAM"
+    #: what the ranks are called: those that share tokens are of a sharded PCP, or all are there so many times
+    pcp: Literal["none", "sharded"] = "none"
+    replicas: int = 1
 
     @property
     def layers(self) -> int:
@@ -67,6 +71,16 @@ class Engine:
     @property
     def side(self) -> Side:
         return Side(self.heads, self.tp, self.pp, self.dcp, self.interleave)
+
+    @property
+    def parallel(self) -> ParallelConfig:
+        """As an operator says it."""
+        tp, pcp = (1, self.tp) if self.pcp == "sharded" else (self.tp, self.replicas)
+        return ParallelConfig(tp=tp, pp=self.pp, pcp=pcp, dcp=self.dcp, dcp_interleave=self.interleave)
+
+    @property
+    def views(self) -> tuple[GroupView, ...]:
+        return tuple(GroupView(g.kind, tuple(f"layers.{i}" for i in g.layers), g.window) for g in self.groups)
 
     @property
     def parts(self) -> int:
@@ -222,8 +236,7 @@ class Rank:
 
     def cache(self) -> RankCache:
         e = self.engine
-        groups = tuple(GroupView(g.kind, tuple(f"layers.{i}" for i in g.layers), g.window) for g in e.groups)
-        return RankCache(tuple(self.regions), e.block, groups, e.kernel)
+        return RankCache(tuple(self.regions), e.block, e.views, e.kernel)
 
     def metadata(self, **changes: Any) -> AgentMetadata:
         e = self.engine

@@ -85,8 +85,20 @@ ROWS = (
     Row(
         "PCP sharded by DCP on P (its ranks are transfer ranks)",
         "latent, DCP equal to PCP",
-        ((other(MLA, tp=2, dcp=2, interleave=4), MLA), (other(MLA, tp=4, dcp=4), other(MLA, tp=2))),
+        (
+            (other(MLA, tp=2, dcp=2, interleave=4, pcp="sharded"), MLA),
+            (other(MLA, tp=4, dcp=4, pcp="sharded"), other(MLA, tp=2)),
+        ),
         ("pcp 2 dcp 2 to 1",),
+    ),
+    Row(
+        "PCP replicated on P (the first replica is read, the others let go at once)",
+        "no: the others never report",
+        (
+            (other(GQA, replicas=2), GQA),
+            (other(GQA, replicas=3, tp=2), other(GQA, tp=4)),
+            (other(MLA, replicas=2, pp=2), MLA),
+        ),
     ),
     Row(
         "blocks smaller on P",
