@@ -27,7 +27,7 @@ from kvconn.config import LIMITS
 from kvconn.engine.config import EngineConfig, check
 from kvconn.engine.core import EngineCore, EngineStats
 from kvconn.engine.request import EngineRequest, Finished, FirstToken
-from kvconn.engine.worker import die_with_parent
+from kvconn.engine.worker import die_with_parent, freeze_heap
 from kvconn.errors import ConfigError, EngineDeadError
 
 __all__ = ["EngineProcess", "EngineRequest", "EngineStats", "Finished", "FirstToken"]
@@ -215,6 +215,7 @@ def _engine_main(config: EngineConfig, pipe: Connection) -> None:
     core: EngineCore | None = None
     try:
         core = EngineCore(config)
+        freeze_heap()
         with _told_to_end(core) as wake:
             pipe.send(("ready", core.executor.pids()))
             words = _loop(core, pipe, wake)

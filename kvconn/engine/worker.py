@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import hashlib
 import logging
 import math
@@ -38,7 +39,7 @@ from kvconn.errors import ConfigError
 from kvconn.explain import ExplainServer
 from kvconn.factory import get_connector_class
 
-__all__ = ["WorkerOutput", "connector_config", "die_with_parent", "worker_main"]
+__all__ = ["WorkerOutput", "connector_config", "die_with_parent", "freeze_heap", "worker_main"]
 
 _PR_SET_PDEATHSIG = 1
 
@@ -176,6 +177,7 @@ def worker_main(
     worker: Worker | None = None
     try:
         worker = Worker(config, transfer, engine_id, rank)
+        freeze_heap()
         pipe.send((True, None))
         _obey(worker, pipe)
     except (EOFError, BrokenPipeError, ConnectionResetError):
@@ -200,6 +202,11 @@ def _tell(pipe: Connection, err: Exception) -> None:
     told = err.problems if isinstance(err, ConfigError) else "".join(traceback.format_exception(err))
     with contextlib.suppress(OSError):
         pipe.send((False, told))
+
+
+def freeze_heap() -> None:
+    """What start-up made stays: to look through all of torch again stops a step for 80 ms."""
+    gc.freeze()
 
 
 def die_with_parent() -> None:
