@@ -1,14 +1,21 @@
 """What offloading costs, by one command: ``python -m tests.offload.throughput``.
 
-One engine per kind, all started, one working at a time: in every round each kind serves the same requests, in an order
-that turns from round to round. A kind's ratio is its tokens per second over those of ``off`` in the same round; printed
-are the median over the rounds and the spread, and beside them the same ratio of tokens per second of processor time,
-all threads counted, which a busy machine disturbs less. Prompts differ from round to round, so that no round finds what
-an earlier one stored.
+One engine per kind, one after the other. Each takes turns with its connector and without it (:mod:`.switched`); the
+ratio of a turn is its tokens per second over the mean of those of the turns without around it. Printed are the median
+over all turns and the quartiles, and beside them the same of tokens per second of processor time, all threads counted.
 
-Kinds: ``off``, no connector; ``again``, the same in a second engine, whose distance from 1 is what this machine does to
-two equal engines; ``host``, host memory for everything; ``tiering``, files too; ``slow``, files on a disk on
-which every call takes ``--disk-ms``.
+Why that is fair
+1. It is one engine. Two engines of one configuration differ by up to a tenth for as long as they live (measured here),
+   whatever they are asked to do.
+2. A machine that becomes slower or faster meanwhile does so for both neighbours; a drift cancels in their mean.
+3. Nobody else works: before each turn what the last one left behind is waited for, and what it wrote is synced,
+   outside of the time.
+4. No turn's prompts come back.
+Whether it is fair is seen in ``again``, turns without a connector among turns without: it must be 1. What is left out
+is the calls of an engine to a connector that answers at once: some 15 a step.
+
+Kinds: ``again``; ``host``, host memory for everything; ``tiering``, files too; ``slow``, files on a disk on which
+every call takes ``--disk-ms``.
 """
 
 from __future__ import annotations
@@ -30,19 +37,21 @@ from kvconn.engine.client import EngineProcess, EngineRequest, Finished
 from kvconn.engine.config import EngineConfig, ModelSpec
 from kvconn.engine.router import decode_blocks
 from kvconn.engine.trace import TraceRequest, read_trace, to_requests
+from tests.offload import switched
 from tests.offload.faulty import Slow, faulty
+from tests.offload.switched import OFF
 
 SIZE = 16
 MODEL = ModelSpec()
-KINDS = ("off", "again", "host", "tiering", "slow")
+#: seconds of processor time per look at an engine that is idle
+QUIET = 0.02
+KINDS = ("again", "host", "tiering", "slow")
 BYTES = 1 << 28
 
 
-def transfer_of(kind: str, root: Path, disk_ms: float) -> dict[str, Any] | None:
+def transfer_of(kind: str, root: Path, disk_ms: float) -> dict[str, Any]:
     settings: dict[str, Any] = {"cpu_bytes_to_use": BYTES}
-    if kind in ("off", "again"):
-        return None
-    if kind != "host":
+    if kind in ("tiering", "slow"):
         slow = faulty(Slow, root, seconds=disk_ms / 1e3)
         files = {"type": "fs", "root_dir": str(root), "max_bytes": BYTES}
         settings |= {
@@ -52,20 +61,21 @@ def transfer_of(kind: str, root: Path, disk_ms: float) -> dict[str, Any] | None:
         }
     return {
         "kv_connector": "OffloadingConnector",
+        "kv_connector_module_path": switched.__name__,
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": settings,
     }
 
 
-def salted(requests: Sequence[TraceRequest], round_: int, fresh: bool) -> list[EngineRequest]:
-    """The round's prompts: the trace's under another mapping of tokens, or, ``fresh``, ones that share nothing."""
-    draw = random.Random(f"round {round_}")
+def salted(requests: Sequence[TraceRequest], name: str, fresh: bool) -> list[EngineRequest]:
+    """A turn's prompts: the trace's under another mapping of tokens, or, ``fresh``, ones that share nothing."""
+    draw = random.Random(name)
     mapping = draw.sample(range(MODEL.vocab_size), MODEL.vocab_size)
     made = []
     for one in requests:
         prompt = draw.choices(mapping, k=len(one.prompt)) if fresh else [mapping[token] for token in one.prompt]
-        made.append(EngineRequest(f"{round_}-{one.id}", tuple(prompt), one.output_length))
+        made.append(EngineRequest(f"{name}-{one.id}", tuple(prompt), one.output_length))
     return made
 
 
@@ -76,17 +86,31 @@ class Speed(NamedTuple):
     processor: float
 
 
+class Ratio(NamedTuple):
+    """A turn's speed over the mean of its neighbours'; ``speed`` is its own."""
+
+    wall: float
+    processor: float
+    speed: float
+
+    @classmethod
+    def of(cls, own: Speed, before: Speed, after: Speed) -> Ratio:
+        mean = [(one + other) / 2 for one, other in zip(before, after, strict=True)]
+        return cls(own.wall / mean[0], own.processor / mean[1], own.wall)
+
+
 def processor_seconds(engine: EngineProcess) -> float:
-    """Of the engine's process and its workers, since they started (proc(5), fields 14 and 15)."""
+    """Of all threads of the engine's process and its workers, since they started."""
     total = 0
     for pid in (engine.pid, *engine.worker_pids):
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        total += int(fields[11]) + int(fields[12])
-    return total / os.sysconf("SC_CLK_TCK")
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            total += int(task.joinpath("schedstat").read_text().split()[0])
+    return total / 1e9
 
 
 def turn(engine: EngineProcess, requests: Sequence[EngineRequest], concurrency: int) -> Speed:
-    """Serve them all, and let what is stored reach its tier, which is part of the cost."""
+    """Serve them all, and let what is stored reach its tier; the processor's part of that is part of the cost."""
+    os.sync()
     todo, running = deque(requests), 0
     began, busy = time.perf_counter(), processor_seconds(engine)
     while todo or running:
@@ -104,16 +128,20 @@ def turn(engine: EngineProcess, requests: Sequence[EngineRequest], concurrency: 
 
 
 def _settle(engine: EngineProcess) -> None:
-    """Nothing is under way."""
+    """Nothing is under way: no job, and no thread that still works."""
     assert engine.drain(60.0), engine.stats()
-    before = -1.0
-    while (now := engine.stats().connector.get("offload_blocks_saved", 0.0)) != before:
+    before = (-1.0, -1.0)
+    while (now := (_saved(engine), processor_seconds(engine)))[0] != before[0] or now[1] > before[1] + QUIET:
         before = now
-        engine.poll(0.3)
+        engine.poll(0.2)
 
 
-def measure(kinds: Sequence[str], args: argparse.Namespace, root: Path) -> dict[str, list[Speed]]:
-    """Every kind's, by round."""
+def _saved(engine: EngineProcess) -> float:
+    return engine.stats().connector.get("offload_blocks_saved", 0.0)
+
+
+def measure(kind: str, args: argparse.Namespace, root: Path) -> list[Ratio]:
+    """One engine's ratios, turn by turn."""
     if args.trace is not None:
         rows = read_trace(args.trace)
     else:
@@ -121,24 +149,22 @@ def measure(kinds: Sequence[str], args: argparse.Namespace, root: Path) -> dict[
             rows = read_trace(path)
     requests = to_requests(rows[: args.requests], scale=32, block_size=SIZE, vocab_size=MODEL.vocab_size)
     blocks = decode_blocks(requests, args.concurrency, SIZE)
-    made = []
-    for kind in kinds:
-        folder = root / kind
-        folder.mkdir()
-        transfer = transfer_of(kind, folder, args.disk_ms)
-        made.append(EngineConfig(name=kind, kv_transfer_config=transfer, num_blocks=blocks, model=MODEL))
-    speeds: dict[str, list[Speed]] = {kind: [] for kind in kinds}
-    with engines(*made) as started:
-        both = dict(zip(kinds, started, strict=True))
-        for round_ in range(-1, args.rounds):  # the first one warms up
-            order = kinds if round_ % 2 else tuple(reversed(kinds))
-            for kind in order:
-                speed = turn(both[kind], salted(requests, round_, args.fresh), args.concurrency)
-                if round_ >= 0:
-                    speeds[kind].append(speed)
-        for kind, engine in both.items():
-            print(f"{kind}: {_told(engine)}", file=sys.stderr)
-    return speeds
+    transfer = transfer_of(kind, root, args.disk_ms)
+    ratios: list[Ratio] = []
+    with engines(EngineConfig(name=kind, kv_transfer_config=transfer, num_blocks=blocks, model=MODEL)) as (engine,):
+
+        def serve(what: str) -> Speed:
+            return turn(engine, salted(requests, what, args.fresh), args.concurrency)
+
+        subject = OFF if kind == "again" else "on"
+        serve(f"{subject}-warm"), serve(f"{OFF}-warm")
+        before = serve(f"{OFF}-first")
+        for round_ in range(args.rounds):
+            own, after = serve(f"{subject}-{round_}-own"), serve(f"{OFF}-{round_}")
+            ratios.append(Ratio.of(own, before, after))
+            before = after
+        print(f"{kind}: {_told(engine)}", file=sys.stderr)
+    return ratios
 
 
 def _told(engine: EngineProcess) -> str:
@@ -154,20 +180,25 @@ def main() -> int:
     parser.add_argument("--trace", type=Path, default=None, help="Mooncake's JSONL; default: the one that ships")
     parser.add_argument("--requests", type=int, default=48)
     parser.add_argument("--concurrency", type=int, default=16)
-    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=6, help="turns of each kind per start (default 6)")
+    parser.add_argument("--starts", type=int, default=2, help="how often the engines are started (default 2)")
     parser.add_argument("--disk-ms", type=float, default=50.0)
     parser.add_argument("--fresh", action="store_true", help="prompts that share nothing: all cost, no benefit")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     args = parser.parse_args()
-    kinds = ("off", *(kind for kind in args.kinds if kind != "off"))
-    with tempfile.TemporaryDirectory() as folder:
-        speeds = measure(kinds, args, Path(folder))
-    print(f"{args.rounds} rounds of {args.requests} requests, {args.concurrency} in flight, {os.cpu_count()} cores")
-    for kind in kinds:
-        wall = [own.wall / off.wall for own, off in zip(speeds[kind], speeds["off"], strict=True)]
-        processor = [own.processor / off.processor for own, off in zip(speeds[kind], speeds["off"], strict=True)]
-        speed = statistics.median(one.wall for one in speeds[kind])
-        print(f"{kind:8} {speed:7.0f} tokens/s   ratio {_spread(wall)}   of processor time {_spread(processor)}")
+    ratios: dict[str, list[Ratio]] = {kind: [] for kind in args.kinds}
+    for _ in range(args.starts):
+        for kind in args.kinds:
+            with tempfile.TemporaryDirectory() as folder:
+                ratios[kind] += measure(kind, args, Path(folder))
+    print(
+        f"{args.starts} starts, {args.rounds} rounds of {args.requests} requests, {args.concurrency} in flight, "
+        f"{os.cpu_count()} cores"
+    )
+    for kind, all_ in ratios.items():
+        wall, processor = _spread([one.wall for one in all_]), _spread([one.processor for one in all_])
+        speed = statistics.median(one.speed for one in all_)
+        print(f"{kind:8} {speed:7.0f} tokens/s   ratio {wall}   of processor time {processor}")
     return 0
 
 
