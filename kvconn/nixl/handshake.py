@@ -5,7 +5,8 @@ Rules
 2. Everything is checked before any agent of the peer is loaded, so that a peer that fails leaves nothing behind.
 3. First contact asks the first rank. A peer of ours says its engine's sizes there; a stock peer's come with the
    reference. What a client says against the peer is a :class:`~kvconn.errors.RequestError` that names the field.
-4. The ranks of one peer are one engine: they name one id, and one seal key.
+4. The ranks of one peer are one engine: what two of them say of it, or of a layer that both have, is the same. One
+   that contradicts costs the requests that wait for this peer, by the name of the field.
 """
 
 from __future__ import annotations
@@ -108,6 +109,8 @@ class Greeting:
         self._name = peer_name(key)
         self._routes: dict[Place, Route] | None = None
         self._seal_key: bytes | None = None
+        #: what its ranks say of their engine, and who said it first
+        self._said: dict[str, tuple[Place, object]] = {}
         self._offers: dict[Place, Offer] = {}
 
     @property
@@ -145,13 +148,26 @@ class Greeting:
         metadata = codec.decode_metadata(payload, name)
         if metadata.engine_id != self._key.engine:
             raise PeerError(name, "handshake", f"the engine there is now {metadata.engine_id}")
+        self._agrees(place, _of_engine(metadata))
         seal_key = payload.kvconn.seal_key if metadata.kvconn is not None and payload.kvconn is not None else b""
         if metadata.kvconn is not None and len(seal_key) < MIN_KEY:
             raise PeerError(name, "handshake", f"a fence without a seal key of at least {MIN_KEY} bytes")
         if self._seal_key is not None and seal_key != self._seal_key:
-            raise PeerError(name, "handshake", f"rank {place} has another seal key than the first: not one engine")
+            raise PeerError(
+                name,
+                "handshake",
+                f"rank pp {place.pp} tp {place.tp} has another seal key than the first: not one engine",
+            )
         self._seal_key = seal_key
         return metadata
+
+    def _agrees(self, place: Place, said: dict[str, object]) -> None:
+        """With what ranks before it said of the same. Raises PeerError."""
+        for field, value in said.items():
+            first, before = self._said.setdefault(field, (place, value))
+            if value != before:
+                who = f"rank pp {first.pp} tp {first.tp} says {before}, pp {place.pp} tp {place.tp} {value}"
+                raise PeerError(self._name, "handshake", f"its ranks contradict each other: {field}: {who}")
 
     def _sizes(self, metadata: AgentMetadata) -> Side:
         """The peer's sizes. Raises RequestError where the client says others."""
@@ -187,3 +203,41 @@ class Greeting:
         if isinstance(plan, Incompatible):
             raise PeerError(self._name, "plan", str(plan))
         return plan
+
+
+def _of_engine(metadata: AgentMetadata) -> dict[str, object]:
+    """What a rank says that other ranks of its engine would say too: of the engine, and of each of its layers."""
+    ours, kernel = metadata.kvconn, metadata.physical_blocks_per_logical_kv_block
+    said: dict[str, object] = {
+        "tokens of a block": metadata.block_size * kernel,
+        "dcp size": metadata.dcp_size,
+        "pcp size": metadata.pcp_size,
+        "fences": ours is not None,
+    }
+    if ours is not None:  # a stock engine's pools may differ by stage
+        said |= {
+            "blocks": metadata.num_blocks // kernel if kernel else 0,
+            "fence slots": ours.fence_slots,
+            "tp size": ours.tp,
+            "pp size": ours.pp,
+            "dcp interleave": ours.interleave,
+            "kv dtype": ours.dtype,
+        }
+        said |= {f"layer {name}": tuple(regions) for name, regions in _layers(metadata, ours).items()}
+    return said
+
+
+def _layers(metadata: AgentMetadata, ours: KvconnAgent) -> dict[str, list[tuple[object, ...]]]:
+    """What it says of each layer's regions, but for where they are. TP ranks have equal shares of a layer."""
+    lists = (
+        metadata.block_lens,
+        metadata.block_strides,
+        metadata.region_num_blocks,
+        metadata.region_group_ids,
+        metadata.region_mem_types,
+        ours.cells,
+    )
+    layers: dict[str, list[tuple[object, ...]]] = {}
+    for index, name in enumerate(metadata.region_names or ()):
+        layers.setdefault(name, []).append(tuple(one[index] if one is not None else None for one in lists))
+    return layers

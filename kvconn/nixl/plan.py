@@ -104,14 +104,17 @@ class Permute(msgspec.Struct, frozen=True):
 class Plan(msgspec.Struct, frozen=True):
     """What one rank of ours reads of one rank of theirs. ``readers``: how many of our ranks tell that rank.
 
-    ``lacks``: per region of ours a mask of what this source has not, two bits per head.
+    ``has``: per region of ours a mask of what this source has, two bits per head; ``needs``: of
+    all that we need. ``turn``: whose tokens it has, its DCP rank there; None where it is only told.
     """
 
     lanes: tuple[Lane, ...]
     readers: int = 1
     source: Place = Place(0, 0)
     permutes: tuple[Permute, ...] = ()
-    lacks: tuple[int, ...] = ()
+    has: tuple[int, ...] = ()
+    needs: int = 0
+    turn: int | None = None
     #: the peer's fence and the key its references are sealed with; None for a peer that has none
     fence: KvconnAgent | None = None
     seal_key: bytes = b""
@@ -126,14 +129,14 @@ def make_plan(ours: RankCache, theirs: AgentMetadata, route: Route = WHOLE) -> P
     if isinstance(named, Incompatible):
         return named
     if not route.count:
-        return Plan((), route.readers, route.source, lacks=(-1,) * len(ours.regions))
+        return Plan((), route.readers, route.source, has=(0,) * len(ours.regions))
     tensors = Counter(region.name for region in ours.regions)
     seen: Counter[str] = Counter()
     lanes: dict[Lane, list[tuple[int, int]]] = {}
     permutes: list[Permute] = []
-    lacks: list[int] = []
+    has: list[int] = []
     for region in ours.regions:
-        lack = (1 << 2 * route.ours.heads.count) - 1
+        mask = 0
         indices = named.get(region.name, [])
         apart = tensors[region.name] > 1 or len(indices) > 1
         number, seen[region.name] = seen[region.name], seen[region.name] + 1
@@ -142,31 +145,49 @@ def make_plan(ours: RankCache, theirs: AgentMetadata, route: Route = WHOLE) -> P
             found = pair.planned()
             if isinstance(found, Incompatible):
                 return found
-            if pair.mask & ~lack:
+            if pair.mask & mask:
                 return Incompatible(
                     f"layer {region.name}", "once", "twice", "two regions of theirs have the same of it"
                 )
             for lane, bases in found:
                 lanes.setdefault(lane, []).extend(bases)
             permutes += pair.permutes
-            lack &= ~pair.mask
-        lacks.append(lack)
-    return Plan(tuple(_whole(lanes)), route.readers, route.source, tuple(permutes), tuple(lacks))
+            mask |= pair.mask
+        has.append(mask)
+    needs = (1 << 2 * route.ours.heads.count) - 1
+    return Plan(
+        tuple(_whole(lanes)), route.readers, route.source, tuple(permutes), tuple(has), needs, route.theirs.tokens.rank
+    )
 
 
 def missing(ours: RankCache, plans: Sequence[Plan]) -> Incompatible | None:
-    """What of ours none of a peer's sources has, when all of them are planned, or what they'd land differently."""
+    """What of ours none of a peer's sources has, when all of them are planned, or has twice, or would land differently.
+
+    Under DCP each of them has its turns of the tokens, so that each must have every layer and head by itself.
+    """
+    reading = [plan for plan in plans if plan.turn is not None]
+    turns = {plan.turn for plan in reading} or {None}
     for index, region in enumerate(ours.regions):
-        lack = -1
-        for plan in plans:
-            lack &= plan.lacks[index]
-        if lack:
-            return Incompatible(f"layer {region.name}", "needed", "in no stage", "the models differ, or their stages")
-    shapes: dict[Region, Permute] = {}
-    for permute in (one for plan in plans for one in plan.permutes):
-        if shapes.setdefault(permute.region, permute) != permute:
-            return Incompatible(f"layout of {permute.region.name}", "one", "several", "all ranks of a peer must agree")
+        layer = f"layer {region.name}"
+        for turn in turns:
+            there = [plan.has[index] for plan in reading if plan.turn == turn]
+            needs = max((plan.needs for plan in reading), default=1)
+            found = twice = 0
+            for has in there:
+                found, twice = found | has, twice | found & has
+            if needs & ~found:
+                whose = f"in no stage of DCP rank {turn}" if len(turns) > 1 else "in no stage"
+                return Incompatible(layer, "needed", whose, "the models differ, or their stages")
+            if twice:
+                return Incompatible(layer, "once", "of two ranks", "the ranks of a peer contradict each other")
+        if len({_landing(plan, region) for plan in reading if plan.has[index]}) > 1:
+            return Incompatible(f"layout of {region.name}", "one", "several", "all ranks of a peer must agree")
     return None
+
+
+def _landing(plan: Plan, region: Region) -> Permute | None:
+    """How its part of this region of ours lands; None: in order."""
+    return next((permute for permute in plan.permutes if permute.region == region), None)
 
 
 def _impossible(ours: RankCache, theirs: AgentMetadata, route: Route) -> Incompatible | None:
