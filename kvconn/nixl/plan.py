@@ -167,22 +167,22 @@ def missing(ours: RankCache, plans: Sequence[Plan]) -> Incompatible | None:
     """
     reading = [plan for plan in plans if plan.turn is not None]
     turns = {plan.turn for plan in reading} or {None}
+    needs = max((plan.needs for plan in reading), default=1)
+    contradicts = "the ranks of a peer contradict each other"
+    twice: Incompatible | None = None
     for index, region in enumerate(ours.regions):
         layer = f"layer {region.name}"
         for turn in turns:
-            there = [plan.has[index] for plan in reading if plan.turn == turn]
-            needs = max((plan.needs for plan in reading), default=1)
-            found = twice = 0
-            for has in there:
-                found, twice = found | has, twice | found & has
+            found = 0
+            for has in (plan.has[index] for plan in reading if plan.turn == turn):
+                twice = Incompatible(layer, "once", "of two ranks", contradicts) if found & has else twice
+                found |= has
             if needs & ~found:
                 whose = f"in no stage of DCP rank {turn}" if len(turns) > 1 else "in no stage"
                 return Incompatible(layer, "needed", whose, "the models differ, or their stages")
-            if twice:
-                return Incompatible(layer, "once", "of two ranks", "the ranks of a peer contradict each other")
         if len({_landing(plan, region) for plan in reading if plan.has[index]}) > 1:
             return Incompatible(f"layout of {region.name}", "one", "several", "all ranks of a peer must agree")
-    return None
+    return twice
 
 
 def _landing(plan: Plan, region: Region) -> Permute | None:

@@ -149,7 +149,7 @@ def said(name: str, change: dict[str, Any], hide: int | None = None) -> list[str
         ("tp 2 to 1", {"region_group_ids": [0, 1]}, "layer layers.1"),
         ("tp 2 to 1", {"kvconn.cells": [Cells(2, 16, 64, 64, 128)] * 2}, "layer layers.0"),
         ("tokens first to heads first, tp 2 to 1", {"kvconn.cells": None}, "layer layers.0"),
-        ("pp 2 tp 2 to 1", {"region_names": ["layers.0.kv"]}, "of two ranks"),
+        ("pp 2 tp 2 to 1", {"region_names": ["layers.0.kv"]}, "layer layers."),
     ],
 )
 def test_a_rank_that_contradicts_the_others_is_refused_by_the_name_of_the_field(
