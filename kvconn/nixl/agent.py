@@ -1,8 +1,10 @@
-"""The NIXL agent of one worker: made, made anew, gone.
+"""The NIXL agent of one worker: made, introduced to peers, made anew, gone.
 
 Rules
 1. While there is none, ``transport`` is None: loads fail, and it is tried again (C7).
 2. Destroying it is the only way to end what is posted (F1); whoever has something posted is told by the worker.
+3. To load a peer's agent takes NIXL milliseconds and its lock. A transport that says so (``meets_slowly``) is
+   introduced on a thread; while it is ``busy`` the step thread keeps away from it. One introduction at a time.
 Time is an argument, in seconds of the worker's clock.
 """
 
@@ -10,8 +12,10 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 from collections.abc import Callable, Sequence
 
+from kvconn.config import LIMITS
 from kvconn.errors import TransportError
 from kvconn.transport.base import MemoryRegion, Transport
 
@@ -31,6 +35,7 @@ class Agent:
         self._memory: tuple[MemoryRegion, ...] = ()
         self._rank = rank
         self._reopen_at: float | None = None
+        self._meeting: _Meeting | None = None
 
     def open(self, memory: Sequence[MemoryRegion]) -> None:
         """The first one; it and all that follow register ``memory``. Raises TransportError."""
@@ -43,9 +48,32 @@ class Agent:
 
     def destroy(self) -> None:
         """Nothing of ours lands any more when this returns (F1). Idempotent."""
+        if self._meeting is not None:
+            self._meeting.wait()
+            self._meeting = None
         if self.transport is not None:
             self.transport.close()
             self.transport = None
+
+    # -- peers ---------------------------------------------------------------------------------------------------
+
+    @property
+    def busy(self) -> bool:
+        """It is being introduced: whoever wants something of it now would wait."""
+        return self._meeting is not None and not self._meeting.over
+
+    def meet(self, blobs: Sequence[bytes]) -> None:
+        """Load these peers' agents; once it is not busy any more, :meth:`met` tells."""
+        assert self.transport is not None and self._meeting is None
+        self._meeting = _Meeting(self.transport, blobs)
+
+    def met(self) -> tuple[list[str], TransportError | None]:
+        """Of the last :meth:`meet` the names of the agents that are loaded, and why the others could not be."""
+        meeting, self._meeting = self._meeting, None
+        assert meeting is not None and meeting.over
+        return meeting.names, meeting.error
+
+    # -- made anew -----------------------------------------------------------------------------------------------
 
     def reopen(self, now: float) -> bool:
         """Make a new one; False when that failed, and it is tried again."""
@@ -67,3 +95,36 @@ class Agent:
     def due(self, now: float) -> bool:
         """Is it time to try again?"""
         return now >= self.next_due
+
+
+class _Meeting:
+    """Loads agents: at once, or on a thread where that takes long."""
+
+    def __init__(self, transport: Transport, blobs: Sequence[bytes]) -> None:
+        self.names: list[str] = []
+        self.error: TransportError | None = None
+        self._transport = transport
+        self._blobs = blobs
+        self._thread: threading.Thread | None = None
+        if transport.meets_slowly:
+            self._thread = threading.Thread(target=self._run, name="kvconn-introduction", daemon=True)
+            self._thread.start()
+        else:
+            self._run()
+
+    @property
+    def over(self) -> bool:
+        return self._thread is None or not self._thread.is_alive()
+
+    def wait(self) -> None:
+        if self._thread is not None:
+            self._thread.join(LIMITS.end_thread)
+
+    def _run(self) -> None:
+        try:
+            for blob in self._blobs:
+                self.names.append(self._transport.add_peer(blob))
+        except TransportError as err:
+            self.error = err
+        except Exception as err:  # noqa: BLE001 - the top of a thread
+            self.error = TransportError(f"add_peer: {err!r}; a fault of ours")

@@ -2,7 +2,9 @@
 
 Rules
 1. Nothing here blocks: handshakes run on the client's thread, work waits for them in the peer. A peer with several
-   ranks is asked twice: its first rank, then all others at once; one that does not answer fails the handshake.
+   ranks is asked twice: its first rank, then all others at once; one that does not answer fails the handshake. Its
+   agents are loaded beside the step thread, one peer at a time, and begun where that needs our agent least: at the end
+   of a poll.
 2. An agent is removed when the last peer that has it is forgotten, and nothing is posted under it (C6).
 3. A peer that cannot be told, or whose connection failed, takes no new work; when it is idle it is forgotten, so that
    the next request shakes hands anew.
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 
 from kvconn.config import NixlSettings
@@ -22,9 +25,8 @@ from kvconn.metrics import Meter
 from kvconn.nixl.agent import Agent
 from kvconn.nixl.handshake import FIRST, Greeting, Offer, Ours
 from kvconn.nixl.peers import Peer, PeerKey, Peers, PeerState, Source, Work
-from kvconn.nixl.sideclient import HandshakeClient
+from kvconn.nixl.sideclient import HandshakeClient, HandshakeResult
 from kvconn.nixl.wire import encode_done, encode_heartbeats
-from kvconn.transport.base import Transport
 from kvconn.trust import load_trust
 
 __all__ = ["Contacts"]
@@ -49,6 +51,11 @@ class Contacts:
         self._peers = Peers(settings.kvconn.peers_max, settings.kvconn.waiting_max)
         #: by the client's number: which rank was asked, in whose handshake
         self._asked: dict[int, tuple[Peer, Greeting, Place]] = {}
+        #: answers that were not looked at yet, and a peer all of whose ranks have answered: its agents are loaded next
+        self._answers: deque[HandshakeResult] = deque()
+        self._next: tuple[Peer, list[Offer]] | None = None
+        #: whose agents are being loaded
+        self._met: tuple[Peer, list[Offer]] | None = None
         self._next_eviction = 0.0
 
     def open(self, ours: Ours) -> None:
@@ -76,49 +83,72 @@ class Contacts:
             self._asked[self._client.start(peer.key, place.pp, place.tp)] = (peer, greeting, place)
 
     def drain(self, now: float) -> None:
-        """Answers that came since the last call: work that waited for them runs here."""
+        """Answers that came since the last call: work that waited for them runs here. Each peer's wait for the agents
+        of the one before: many answers at once hold up no step."""
         if self._client is None:
             return
-        for result in self._client.results():
-            asked = self._asked.pop(result.ask, None)
-            if asked is None:
-                continue  # its handshake is over
-            peer, greeting, place = asked
-            try:
-                self._answered(peer, greeting, place, result.payload, result.why, now)
-            except (PeerError, RequestError, TransportError) as err:
-                self._meter.add("params_refused" if isinstance(err, RequestError) else "nixl_num_failed_handshakes")
-                log.warning("rank %d: handshake failed: %s", self._rank, err)
-                self._asked = {ask: one for ask, one in self._asked.items() if one[1] is not greeting}
-                peer.failed(str(err), now)
+        self._answers += self._client.results()
+        self.met(now)
+        while self._answers and self._next is None:
+            self._hear(self._answers.popleft(), now)
+            transport = self._agent.transport
+            if transport is not None and not transport.meets_slowly:
+                self.meet()
+                self.met(now)
 
-    def _answered(
-        self, peer: Peer, greeting: Greeting, place: Place, payload: bytes | None, why: str, now: float
-    ) -> None:
+    def _hear(self, result: HandshakeResult, now: float) -> None:
+        asked = self._asked.pop(result.ask, None)
+        if asked is None:
+            return  # its handshake is over
+        peer, greeting, place = asked
+        try:
+            self._answered(peer, greeting, place, result.payload, result.why)
+        except (PeerError, RequestError, TransportError) as err:
+            self._asked = {ask: one for ask, one in self._asked.items() if one[1] is not greeting}
+            self._failed(peer, err, now)
+
+    def _answered(self, peer: Peer, greeting: Greeting, place: Place, payload: bytes | None, why: str) -> None:
         """Check everything first, load last: a peer that fails leaves nothing behind."""
-        transport = self._agent.transport
-        if payload is None or transport is None:
+        if payload is None or self._agent.transport is None:
             whom = "" if place == FIRST else f" (its rank pp {place.pp} tp {place.tp})"
             raise PeerError(peer.name, "handshake", (why or "this rank has no NIXL agent") + whom)
         self._ask(peer, greeting, greeting.answered(place, payload))
         if greeting.done:
-            peer.ready(self._load(transport, greeting.offers), now)
+            self._next = peer, greeting.offers
 
-    def _load(self, transport: Transport, offers: Iterable[Offer]) -> tuple[Source, ...]:
-        """Load these agents, all or none. Raises TransportError."""
-        loaded: list[Source] = []
-        try:
-            for offer in offers:
-                loaded.append(Source(transport.add_peer(offer.blob), offer.plan))  # noqa: PERF401 - needed if one raises
-        except TransportError:
-            self._remove({source.agent for source in loaded})
-            raise
-        return tuple(loaded)
+    def _failed(self, peer: Peer, err: PeerError | RequestError | TransportError, now: float) -> None:
+        self._meter.add("params_refused" if isinstance(err, RequestError) else "nixl_num_failed_handshakes")
+        log.warning("rank %d: handshake failed: %s", self._rank, err)
+        peer.failed(str(err), now)
+
+    def meet(self) -> None:
+        """Begin to load the agents of the next peer. Last in a poll: from here on our agent may be busy."""
+        if self._next is not None and self._agent.transport is not None:
+            self._met, self._next = self._next, None
+            self._agent.meet([offer.blob for offer in self._met[1]])
+
+    def met(self, now: float) -> None:
+        """The agents of a peer are loaded, all or none: work that waited for it runs here. Not while ours is busy."""
+        if self._met is None:
+            return
+        (peer, offers), self._met = self._met, None
+        names, error = self._agent.met()
+        if error is None:
+            peer.ready(tuple(Source(name, offer.plan) for name, offer in zip(names, offers, strict=True)), now)
+        else:
+            self._remove(set(names))
+            self._failed(peer, error, now)
 
     @property
     def next_due(self) -> float:
         """When :meth:`drain` or :meth:`evict` may find something to do; at once while somebody is asked."""
-        if self._asked or len(self._peers) > self._settings.kvconn.peers_max:
+        if (
+            self._asked
+            or self._answers
+            or self._next
+            or self._met
+            or len(self._peers) > self._settings.kvconn.peers_max
+        ):
             return -math.inf
         return self._next_eviction if len(self._peers) else math.inf
 
@@ -191,6 +221,8 @@ class Contacts:
     def agent_destroyed(self, why: str, now: float) -> None:
         """Our agent is gone, and with it what it knew of peers."""
         self._asked.clear()
+        self._answers.clear()
+        self._next = self._met = None
         for peer in self._peers.clear():
             peer.failed(why, now)
 

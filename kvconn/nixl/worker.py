@@ -10,7 +10,8 @@ Rules
 1. One poll: :meth:`NixlWorker.poll` (C5). In it notifications and transfer states are read before any timeout (C11).
    Without news, and before anything is due, it ends there.
 2. A replicated rank has no agent, no handshake metadata and no leases.
-3. Nothing here blocks: handshakes run on the client's thread, reads in the transport.
+3. Nothing here blocks: handshakes run on the client's thread, reads in the transport. While our agent is busy with a
+   new peer nothing is asked of it: what would be waits for the next poll.
 4. Whatever a peer sends ends in a failed request or a counter (C9).
 Time is an argument, in seconds of the worker's clock.
 """
@@ -44,7 +45,7 @@ from kvconn.nixl.fence import FenceWords
 from kvconn.nixl.handshake import Ours, describe, rank_cache
 from kvconn.nixl.leases import Ended, SendLeases
 from kvconn.nixl.metadata import NixlHandshake, NixlStep, SendSpec
-from kvconn.nixl.peers import Peer
+from kvconn.nixl.peers import Peer, PeerKey, Work
 from kvconn.nixl.reader import Reader
 from kvconn.nixl.wire import Done, Heartbeat, WireCodec, parse_notification
 from kvconn.params import RemoteRef
@@ -96,6 +97,8 @@ class NixlWorker:
         self._ended: list[Ended] = []
         self._seen: dict[Direction, int] = {"send": 0, "recv": 0}
         self._facts: list[Fact] = []
+        #: what is to be told to peers, and waits while our agent is busy
+        self._put_off: list[tuple[PeerKey, Work]] = []
 
     # -- start-up ------------------------------------------------------------------------------------------------
 
@@ -147,10 +150,15 @@ class NixlWorker:
         if self.role.replicates:
             return
         self._reader.accept(load for load in step.loads if self._is_new("recv", load.n))
-        for key, transfer_ids in step.heartbeats:
-            self._contacts.with_peer(key, now, partial(self._contacts.heartbeat, transfer_ids))
-        for ref in step.releases:
-            self._contacts.with_peer(ref.peer, now, partial(self._let_go, ref))
+        self._put_off += [(key, partial(self._contacts.heartbeat, ids)) for key, ids in step.heartbeats]
+        self._put_off += [(ref.peer, partial(self._let_go, ref)) for ref in step.releases]
+        if not self._agent.busy:
+            self._tell_peers(now)
+
+    def _tell_peers(self, now: float) -> None:
+        work, self._put_off = self._put_off, []
+        for key, one in work:
+            self._contacts.with_peer(key, now, one)
 
     def _is_new(self, direction: Direction, n: int) -> bool:
         if n <= self._seen[direction]:
@@ -169,8 +177,10 @@ class NixlWorker:
             self._ended.append(ended)
 
     def start_loads(self, now: float) -> None:
-        """Begin this step's loads, after its forward began."""
-        self._reader.start(now)
+        """Begin this step's loads, after its forward began; after the poll that finds our agent busy no more, if it is
+        busy now."""
+        if not self._agent.busy:
+            self._reader.start(now)
 
     def _let_go(self, ref: RemoteRef, peer: Peer | None, why: str, now: float) -> None:
         """Of a reference that nobody here reads; our scheduler half keeps the engine stepping until this."""
@@ -186,10 +196,16 @@ class NixlWorker:
     # -- the poll ------------------------------------------------------------------------------------------------
 
     def poll(self, now: float) -> TransferResults:
-        """What finished on this rank since the last poll. Consumes (C5)."""
+        """What finished on this rank since the last poll. Consumes (C5). While our agent is busy that is nothing, and
+        nothing is judged: no state can be read (C11)."""
+        if self._agent.busy:
+            return NO_RESULTS
         news = self._agent.transport.notifications() if self._agent.transport is not None else []
         if not news and now < self._next_due:
             return NO_RESULTS
+        self._contacts.met(now)
+        self._tell_peers(now)
+        self._reader.start(now)
         if self._agent.due(now):
             self._reopen(now)
         self._take_notifications(news, now)
@@ -202,6 +218,7 @@ class NixlWorker:
         if why is not None:
             self._recreate(why, now)
         received, failed = self._reader.settle()
+        self._contacts.meet()
         self._next_due = self._when_due()
         return TransferResults(frozenset(sent), frozenset(received), frozenset(failed))
 

@@ -52,6 +52,8 @@ class Transport(ABC):
 
     #: this agent's own name, unguessable and fresh per process.
     name: str
+    #: :meth:`add_peer` takes milliseconds, and may be called on another thread; whoever else calls waits meanwhile.
+    meets_slowly: bool = False
 
     @abstractmethod
     def register(self, regions: Sequence[MemoryRegion]) -> None:

@@ -111,6 +111,8 @@ class NixlTransport(Transport):
     which never sleeps (a whole core per agent); ``poll``, nobody (F2). ``pump_interval`` is the pump's shortest sleep.
     """
 
+    meets_slowly = True
+
     def __init__(
         self,
         progress: Progress = "pump",

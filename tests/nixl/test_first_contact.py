@@ -1,0 +1,169 @@
+"""A first contact is on nobody else's path: while a peer's agents are being loaded, steps end and nothing is judged.
+
+Loading is held open by the test, as long as it likes: whoever waited for it would wait for ever.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from kvconn.errors import TransportError
+from kvconn.testing import LoopbackNet
+from kvconn.transport.loopback import LoopbackTransport
+from tests.nixl.pairs import Net
+from tests.support import Side, wait_until
+
+BLOCKS = [3, 4]
+
+
+class _Slow(LoopbackTransport):
+    """Loads a peer when the test says so, and refuses whatever else is asked meanwhile: that would have waited."""
+
+    meets_slowly = True
+
+    def __init__(self, net: LoopbackNet, name: str) -> None:
+        super().__init__(net, name, "pump")
+        self.may_load = threading.Event()
+        self.may_load.set()
+        self.loading = threading.Event()
+        self.fails = False
+        self.begun = 0
+
+    def add_peer(self, blob: bytes) -> str:
+        self.begun += 1
+        self.loading.set()
+        try:
+            assert self.may_load.wait(60)
+            if self.fails:
+                raise TransportError("add_peer: fails, as ordered")
+            return super().add_peer(blob)
+        finally:
+            self.loading.clear()
+
+    def _open(self, what: str) -> None:
+        own = threading.current_thread().name == "kvconn-introduction"
+        assert own or not self.loading.is_set(), f"{what}: the step thread would wait for the introduction"
+        super()._open(what)
+
+    def poll(self, handle: int) -> Any:
+        self._open("poll")
+        return super().poll(handle)
+
+    def notifications(self) -> list[tuple[str, bytes]]:
+        self._open("notifications")
+        return super().notifications()
+
+
+class Pair:
+    """Two producers and one slow consumer that knows the first already."""
+
+    def __init__(self) -> None:
+        self.net = Net()
+        self.p, self.q = self.net.producer("P"), self.net.producer("Q")
+        self.d = self.net.consumer("D", make_transport=self._make)
+        self.load("warm", self.p)
+        self.until(lambda: "warm" in self.d.received)
+
+    def _make(self) -> _Slow:
+        self.agent = _Slow(self.net.net, f"slow-{len(self.net.net.agents)}")
+        self.net.net.agents[self.agent.name] = self.agent
+        return self.agent
+
+    def load(self, id: str, p: Side) -> None:
+        params = p.prefill(id, BLOCKS, seed=len(id))
+        assert params is not None
+        self.net.load(self.d, id, params, BLOCKS)
+
+    def until(self, condition: Any) -> None:
+        def one() -> bool:
+            self.net.net.run()
+            for side in self.net.sides:
+                side.step()
+            return bool(condition())
+
+        wait_until(one)
+
+    def begin_to_load(self, id: str, p: Side) -> None:
+        """A request of a peer that is not known yet: now its agents are being loaded."""
+        self.agent.may_load.clear()
+        self.load(id, p)
+        self.until(self.agent.loading.is_set)
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    one = Pair()
+    yield one
+    one.agent.may_load.set()
+    one.net.close()
+
+
+def test_steps_end_while_a_peer_is_being_loaded_and_others_requests_go_on_after_it(pair: Pair) -> None:
+    pair.begin_to_load("new", pair.q)
+    pair.load("old", pair.p)  # of a peer that is known: its read could be posted, but not now
+    aborted = pair.p.prefill("aborted", [7], seed=9)
+    pair.net.load(pair.d, "aborted", aborted, [7])
+    pair.net.end("aborted")
+    for _ in range(5):
+        pair.net.net.run()
+        pair.d.step()  # would raise if it asked anything of the agent
+    assert not {"new", "old"} & set(pair.d.received)
+    pair.agent.may_load.set()
+    pair.until(lambda: {"new", "old"} <= set(pair.d.received))
+    assert pair.d.failed == []
+    pair.net.sound()
+
+
+def test_a_deadline_that_passes_while_our_agent_is_busy_is_judged_after_what_came_in_time(pair: Pair) -> None:
+    pair.load("old", pair.p)
+    pair.until(lambda: pair.d.workers[0].worker._reader._posted)  # type: ignore[attr-defined]
+    pair.begin_to_load("new", pair.q)
+    pair.net.net.run()  # all of it has come
+    pair.net.clock.advance(61)
+    for _ in range(3):
+        pair.d.step()
+    assert pair.d.failed == []
+    pair.agent.may_load.set()
+    pair.until(lambda: "old" in pair.d.received)
+    assert "old" not in pair.d.failed
+
+
+def test_many_answers_at_once_are_one_introduction_after_another_with_steps_between(pair: Pair) -> None:
+    others = [pair.net.producer(f"P{i}") for i in range(5)]
+    pair.agent.may_load.clear()
+    for i, p in enumerate(others):
+        pair.load(f"r{i}", p)
+    pair.until(pair.agent.loading.is_set)
+    for _ in range(3):
+        pair.d.step()
+    assert pair.agent.begun == 2  # the first peer's, and one of the five
+    pair.agent.may_load.set()
+    pair.until(lambda: len(pair.d.received) == 6)
+    assert pair.agent.begun == 6
+    pair.net.sound()
+
+
+def test_a_peer_that_cannot_be_loaded_fails_its_requests_alone(pair: Pair) -> None:
+    pair.agent.fails = True
+    pair.begin_to_load("new", pair.q)
+    pair.load("old", pair.p)
+    pair.agent.may_load.set()
+    pair.until(lambda: {"new", "old"} <= set(pair.d.received))
+    assert pair.d.failed == ["new"]
+    assert "as ordered" in pair.d.reasons["new"]
+    pair.net.sound()
+
+
+def test_a_worker_that_ends_waits_for_the_introduction(pair: Pair) -> None:
+    pair.begin_to_load("new", pair.q)
+    pair.net.sides.remove(pair.d)
+    ending = threading.Thread(target=pair.d.close)
+    ending.start()
+    assert ending.is_alive() and pair.agent.loading.is_set()
+    pair.agent.may_load.set()
+    ending.join(20)
+    assert not ending.is_alive() and pair.agent._closed
