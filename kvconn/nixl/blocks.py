@@ -17,7 +17,12 @@ from kvconn.base import NO_BLOCK, GroupView
 from kvconn.errors import RequestError
 from kvconn.geometry import blocks_for
 
-__all__ = ["blocks_held", "blocks_to_fill", "check_state"]
+__all__ = ["blocks_held", "blocks_to_fill", "check_state", "reach"]
+
+
+def reach(group: GroupView) -> int | None:
+    """Of how many last tokens its blocks are kept; None: of all, 0: of none, it is a state."""
+    return 0 if group.kind == "state" else group.window
 
 
 def check_state(groups: Sequence[GroupView], held: int, prompt: int) -> None:

@@ -20,6 +20,7 @@ from kvconn.base import KVCacheView
 from kvconn.config import ConnectorConfig
 from kvconn.errors import PeerError, RequestError
 from kvconn.geometry import Place, RankCache, Region, Side
+from kvconn.nixl.blocks import reach
 from kvconn.nixl.fence import FenceWords
 from kvconn.nixl.metadata import NixlHandshake
 from kvconn.nixl.plan import Plan, make_plan, missing
@@ -78,8 +79,11 @@ def describe(
         region_mem_types=[r.mem_type for r in regions],
         dcp_size=config.parallel.dcp,
         pcp_size=config.parallel.pcp,
-        kvconn=KvconnAgent(fence.address, fence.size, side.tp, side.pp, side.interleave, config.model.dtype, cells),
-    )
+        kvconn=KvconnAgent(
+            fence.address, fence.size, side.tp, side.pp, side.interleave, config.model.dtype, cells,
+            [reach(cache.groups[r.group]) for r in regions],
+        ),
+    )  # fmt: skip
     return NixlHandshake(codec.encode_payload(config, metadata))
 
 

@@ -23,6 +23,7 @@ import msgspec
 
 from kvconn.base import CacheKind, Cells
 from kvconn.geometry import Place, RankCache, Region, TokenShare
+from kvconn.nixl.blocks import reach
 from kvconn.nixl.routes import WHOLE, Incompatible, Route
 from kvconn.nixl.strips import Strip, cut, halves, joined, landing, plain, unit_of
 from kvconn.nixl.wire import AgentMetadata, KvconnAgent
@@ -139,6 +140,9 @@ def make_plan(ours: RankCache, theirs: AgentMetadata, route: Route = WHOLE) -> P
         mask = 0
         indices = named.get(region.name, [])
         apart = tensors[region.name] > 1 or len(indices) > 1
+        if _kind(ours, region) == "state" and indices and len(indices) != tensors[region.name]:
+            counts = str(tensors[region.name]), str(len(indices))
+            return Incompatible(f"tensors of {region.name}", *counts, "a state has the same on both sides")
         number, seen[region.name] = seen[region.name], seen[region.name] + 1
         for index in indices[number : number + 1] if _kind(ours, region) == "state" else indices:
             pair = _Pair(ours, theirs, route, region, index, apart)
@@ -257,7 +261,7 @@ class _Pair:
 
     def planned(self) -> list[tuple[Lane, list[tuple[int, int]]]] | Incompatible:
         """A lane and its pieces; none where the two have no part of the layer in common."""
-        place = self._place()
+        place = self._kept() or self._place()
         if isinstance(place, Incompatible):
             return place
         if self.group.kind == "state":
@@ -329,6 +333,17 @@ class _Pair:
         )  # fmt: skip
         return lane, [(at + mine, there + other) for mine, other in strip.offsets]
 
+    def _kept(self) -> Incompatible | None:
+        """Theirs must be kept as far back as ours see; a peer that does not say is believed until a prompt shows it."""
+        said = self.theirs.kvconn.reach if self.theirs.kvconn is not None else None
+        if said is None:
+            return None
+        mine, other = reach(self.group), said[self.index]
+        if mine == other or (mine and (other is None or other > mine)):
+            return None
+        hint = "the models differ, or one keeps what the other gives back: set both to the same cache groups"
+        return Incompatible(f"tokens kept of {self.region.name}", _reach(mine), _reach(other), hint)
+
     def _place(self) -> tuple[int, int, Memory] | Incompatible:
         """The size of their pool in logical blocks, their cache group and their memory."""
         theirs, index, name = self.theirs, self.index, self.region.name
@@ -376,6 +391,10 @@ class _Pair:
                 "dtype, head size or kv heads differ",
             )
         return mine, other
+
+
+def _reach(tokens: int | None) -> str:
+    return "all" if tokens is None else f"the last {tokens}" if tokens else "none, a state"
 
 
 def _length(length: int, heads: int, tokens: int) -> str:

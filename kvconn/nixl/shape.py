@@ -16,6 +16,7 @@ from kvconn.base import Cells, GroupView
 from kvconn.config import Count, ParallelConfig, parse_struct
 from kvconn.errors import ConfigError
 from kvconn.geometry import Place, RankCache, Region, Share, Side, blocks_for
+from kvconn.nixl.blocks import reach
 from kvconn.nixl.wire import AgentMetadata, KvconnAgent
 
 __all__ = ["ITEM_SIZES", "Shape", "ShapeGroup", "blocks_of", "cache_of", "metadata_of", "parse_shape"]
@@ -213,7 +214,8 @@ def metadata_of(shape: Shape, place: Place, engine_id: str = "P") -> AgentMetada
         dcp_size=shape.dcp,
         pcp_size=shape.pcp,
         kvconn=KvconnAgent(
-            8, 1, side.tp, side.pp, side.interleave, shape.dtype, cells=[r.cells for r in regions]
+            8, 1, side.tp, side.pp, side.interleave, shape.dtype, [r.cells for r in regions],
+            [reach(cache.groups[r.group]) for r in regions],
         ),
     )  # fmt: skip
 

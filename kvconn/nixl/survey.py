@@ -78,6 +78,9 @@ def survey(ours: Shape, theirs: Peer, tokens: int) -> Survey:
         for key in mine
         if key in theirs.factors and theirs.factors[key].removeprefix("torch.") != mine[key]
     ]
+    if ours.pcp > 1 and ours.dcp == 1:
+        hint = "one read can't fill all replicas: read with pcp 1, or share the tokens by dcp"
+        problems.append(Incompatible("pcp size", f"{ours.pcp}, replicated", "any", hint))
     edges: list[Edge] = []
     for pp in range(ours.side.pp):
         for tp in range(ours.side.tp):

@@ -2,7 +2,8 @@
 
 Version history (``WIRE_VERSION`` is ours; the frames, the two-phase payload and the notification grammar are vLLM's
 NIXL connector's, whose version 14 these field names follow):
-  1  first version: factors beside the compatibility hash; fence and seal key; an engine's sizes, dtype and cells.
+  1  first version: factors beside the compatibility hash; fence and seal key; an engine's sizes, dtype, cells
+     and how far back its blocks are kept.
 
 Rules
 1. Decoding is in two phases: compatibility first, then the agent's metadata, so that a mismatch is named and not
@@ -64,8 +65,9 @@ LongText = Annotated[str, msgspec.Meta(max_length=4096)]
 class KvconnAgent(msgspec.Struct, frozen=True):
     """Ours in one serving worker's metadata: its fence, ``fence_slots`` words of 8 bytes at ``fence_address``.
 
-    And the sizes of its engine that stock metadata does not have (:class:`~kvconn.geometry.Side`), the KV's dtype, and
-    how the blocks of each region are cut where not heads first.
+    And the sizes of its engine that stock metadata does not have (:class:`~kvconn.geometry.Side`), the KV's dtype, how
+    the blocks of each region are cut where not heads first, and of how many last tokens they are kept
+    (:func:`~kvconn.nixl.blocks.reach`).
     """
 
     fence_address: Number
@@ -75,6 +77,7 @@ class KvconnAgent(msgspec.Struct, frozen=True):
     interleave: Number = 1
     dtype: Text = ""
     cells: Annotated[list[Cells | None], msgspec.Meta(max_length=MAX_REGIONS)] | None = None
+    reach: Annotated[list[Number | None], msgspec.Meta(max_length=MAX_REGIONS)] | None = None
 
 
 class AgentMetadata(msgspec.Struct, frozen=True):
@@ -200,6 +203,7 @@ class WireCodec:
             ("region_names", meta.region_names),
             ("region_mem_types", meta.region_mem_types),
             ("kvconn.cells", meta.kvconn.cells if meta.kvconn is not None else None),
+            ("kvconn.reach", meta.kvconn.reach if meta.kvconn is not None else None),
         )
         for name, values in lists:
             if values is not None and len(values) != n:

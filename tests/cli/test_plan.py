@@ -112,6 +112,73 @@ class TestDescribed:
         assert not file.exists()
 
 
+def kinds(kind: str, **more: Any) -> dict[str, Any]:
+    """Every second layer of that kind."""
+    return {**GQA, "groups": [{"layers": [0, 2]}, {"layers": [1, 3], "kind": kind, **more}]}
+
+
+ROW = 16 * 8 * 64 * 2 * 2  # bytes of a block of GQA
+#: P, D, and the fields that are named
+IMPOSSIBLE: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
+    "tp that does not divide": ({**GQA, "kv_heads": 6, "tp": 3}, {**GQA, "kv_heads": 6, "tp": 2}, ["tp size"]),
+    "tp above 16": ({**GQA, "tp": 32}, GQA, ["tp size"]),
+    "pp above 64": ({**GQA, "layers": 80, "pp": 80}, {**GQA, "layers": 80}, ["pp size"]),
+    "dcp that does not divide": ({**MLA, "tp": 6, "dcp": 2}, {**MLA, "tp": 6, "dcp": 3}, ["dcp size"]),
+    "turns that do not divide": (
+        {**MLA, "block_size": 12, "tp": 2, "dcp": 2, "dcp_interleave": 3},
+        {**MLA, "block_size": 12, "tp": 2, "dcp": 2, "dcp_interleave": 2},
+        ["dcp interleave"],
+    ),
+    "replicated pcp on D": (GQA, {**GQA, "pcp": 2}, ["pcp size"]),
+    "dtype": ({**GQA, "dtype": "fp8"}, GQA, ["kv dtype"]),
+    "kv heads": ({**GQA, "kv_heads": 4}, GQA, ["kv heads"]),
+    "head size": ({**GQA, "head_size": 128}, GQA, ["head size", "block length of layers.0"]),
+    "fewer layers on P": ({**GQA, "layers": 3}, GQA, ["layers", "layer layers.3"]),
+    "more layers on P": ({**GQA, "layers": 5}, GQA, ["layers"]),
+    "other names": ({**GQA, "names": "model.{}"}, GQA, ["layer layers.0"]),
+    "packing": (MLA, {**MLA, "packing": "kv"}, ["packing", "layer layers.0"]),
+    "a longer window on D": (kinds("window", window=128), kinds("window", window=4096), ["tokens kept of layers.1"]),
+    "a window on P alone": (kinds("window", window=128), GQA, ["tokens kept of layers.1"]),
+    "state on P alone": (kinds("state", state_bytes=[ROW]), GQA, ["tokens kept of layers.1"]),
+    "state on D alone": (GQA, kinds("state", state_bytes=[ROW]), ["tokens kept of layers.1"]),
+    "state of another size": (
+        kinds("state", state_bytes=[8, 16]), kinds("state", state_bytes=[8, 24]), ["state of layers.1"],
+    ),
+    "state in fewer tensors": (
+        kinds("state", state_bytes=[8, 16]), kinds("state", state_bytes=[8]), ["tensors of layers.1"],
+    ),
+    "state, tp 2 to 1": (
+        {**kinds("state", state_bytes=[8]), "tp": 2}, kinds("state", state_bytes=[8]), ["share of layers.1"],
+    ),
+    "state, tp 1 to 2": (
+        kinds("state", state_bytes=[8]), {**kinds("state", state_bytes=[8]), "tp": 2}, ["share of layers.1"],
+    ),
+    "many at once": (
+        {**GQA, "dtype": "fp8", "kv_heads": 16}, {**GQA, "pcp": 2, "tp": 8}, ["kv dtype", "kv heads", "pcp size"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", IMPOSSIBLE)
+def test_each_impossible_pair_is_1_and_names_what_is_in_the_way(name: str) -> None:
+    p, d, fields = IMPOSSIBLE[name]
+    result = pair(p, d, "--json")
+    assert result.exit_code == 1, result.output
+    problems = json.loads(result.stdout)["survey"]["problems"]
+    assert [problem["field"] for problem in problems] == fields
+    assert all(problem["hint"] and problem["ours"] != problem["theirs"] for problem in problems)
+    assert "this pair cannot exchange KV" in pair(p, d).stdout
+
+
+@pytest.mark.parametrize(
+    ("p", "d"),
+    [(kinds("window", window=4096), kinds("window", window=128)), (GQA, kinds("window", window=128))],
+    ids=["a longer window", "everything"],
+)
+def test_who_keeps_more_than_is_seen_can_be_read(p: dict[str, Any], d: dict[str, Any]) -> None:
+    assert told(pair(p, d, "--json"))["edges"]
+
+
 class TestUsage:
     @pytest.mark.parametrize(
         ("arguments", "said"),

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from kvconn.base import CacheKind, Cells, GroupView
 from kvconn.config import ParallelConfig
 from kvconn.geometry import Place, RankCache, Region, Side
+from kvconn.nixl.blocks import reach
 from kvconn.nixl.fence import WORD
 from kvconn.nixl.pairing import Read
 from kvconn.nixl.plan import Permute
@@ -242,8 +243,9 @@ class Rank:
         e = self.engine
         count = e.blocks * e.kernel
         ours = KvconnAgent(
-            WORD, 1, e.tp, e.pp, e.interleave, cells=[r.cells for r in self.regions] if e.cells else None
-        )
+            WORD, 1, e.tp, e.pp, e.interleave, cells=[r.cells for r in self.regions] if e.cells else None,
+            reach=[reach(e.views[r.group]) for r in self.regions] if e.cells else None,
+        )  # fmt: skip
         fields: dict[str, Any] = {
             "engine_id": "P",
             "agent_metadata": b"",

@@ -143,12 +143,17 @@ def pairs(draw: st.DrawFn) -> tuple[Engine, Engine]:
         else (Group((0, 2)), Group((1, 3), "window", draw(st.sampled_from([1, 3, 5, 8, 30]))))
     )
     latent = heads == 1 and draw(st.booleans())
-    turns = draw(st.sampled_from([1, 2, 4]))
-    sides = []
+    turns = draw(st.sampled_from([1, 2, 3, 4]))
+    #: a state is read between equal shares
+    keeps_state = draw(st.sampled_from([False, False, True]))
+    if keeps_state:
+        groups += (Group((groups[-1].layers[-1] + 1,), "state"),)
+    sides: list[Engine] = []
     for _ in range(2):
         tp = draw(st.sampled_from([n for n in (1, 2, 4, 8) if heads % n == 0 or n % heads == 0]))
+        tp = sides[0].tp if keeps_state and sides else tp
         copies = max(1, tp // heads)
-        block = draw(st.sampled_from([4, 8]))
+        block = draw(st.sampled_from([3, 4, 6, 8, 12]))
         pool = draw(st.sampled_from(["layers", "layers", "blocks", "heads"]))
         kv = (
             "latent"
@@ -163,14 +168,14 @@ def pairs(draw: st.DrawFn) -> tuple[Engine, Engine]:
                 heads,
                 tp,
                 pp=draw(st.sampled_from([1, 1, 2])),
-                dcp=draw(st.sampled_from([n for n in (1, 2, 4) if copies % n == 0])),
-                interleave=draw(st.sampled_from([1, turns])),
+                dcp=1 if keeps_state else draw(st.sampled_from([n for n in (1, 2, 4) if copies % n == 0])),
+                interleave=draw(st.sampled_from([1, turns] if block % turns == 0 else [1])),
                 block=block,
-                kernel=draw(st.sampled_from([1, 1, 2])),
+                kernel=draw(st.sampled_from([n for n in (1, 1, 2, 3) if block % n == 0])),
                 first="heads" if pool == "heads" else draw(st.sampled_from(["heads", "heads", "tokens"])),
                 kv=kv,
                 pool=pool,
-                blocks=draw(st.sampled_from([8, 11])),
+                blocks=draw(st.sampled_from([10, 13])),
                 gap=draw(st.sampled_from([0, 0, 24])),
                 groups=groups,
                 cells=not plain or draw(st.booleans()),
@@ -183,7 +188,7 @@ def pairs(draw: st.DrawFn) -> tuple[Engine, Engine]:
 @st.composite
 def loads(draw: st.DrawFn, d: Engine) -> Load:
     tokens = draw(st.integers(1, 30))
-    hits = tuple(draw(st.integers(0, tokens // d.span)) for _ in d.groups)
+    hits = tuple(0 if g.kind == "state" else draw(st.integers(0, tokens // d.span)) for g in d.groups)
     return Load(tokens, hits, draw(st.integers(0, 99)))
 
 
