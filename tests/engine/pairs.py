@@ -46,13 +46,15 @@ class Starter:
         pcp: int = 1,
         parallel: ParallelConfig | None = None,
         transfer: dict[str, Any] | None = None,
+        port: int | None = None,
         **sizes: Any,
     ) -> EngineProcess:
         sizes = dict[str, Any](num_blocks=64, block_size=8, model=CONTENT) | sizes
         parallel = parallel or ParallelConfig(pcp=pcp)
         config = EngineConfig(
-            name=name, parallel=parallel, kv_transfer_config=transfer, port=free_port(), start_timeout=SECONDS, **sizes
-        )
+            name=name, parallel=parallel, kv_transfer_config=transfer, port=port or free_port(), start_timeout=SECONDS,
+            **sizes,
+        )  # fmt: skip
         engine = EngineProcess(config)
         self._made.append(engine)
         engine.start()

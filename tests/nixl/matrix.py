@@ -16,12 +16,14 @@ __all__ = ["ROWS", "Row"]
 @dataclass(frozen=True)
 class Row:
     """``pairs``: (P, D). ``stock``: what vLLM 0.32.0's own connector does with such a pair. ``engine``: the pairs of
-    tests/engine/test_transfer.py that belong here."""
+    tests/engine/test_transfer.py that belong here. ``vllm``: what ran between real vLLM engines, in words, and the test
+    of tests/vllm that did it, as ``module::name``."""
 
     what: str
     stock: str
     pairs: tuple[tuple[Engine, Engine], ...]
     engine: tuple[str, ...] = ()
+    vllm: tuple[tuple[str, str], ...] = ()
 
 
 GQA = Engine(heads=8)
@@ -42,9 +44,26 @@ def _both(model: Engine, **changes: object) -> tuple[tuple[Engine, Engine], ...]
 
 
 ROWS = (
-    Row("equal sizes", "yes", ((GQA, GQA), (MLA, MLA), *_tp(GQA, (4, 4)))),
-    Row("TP, D larger", "yes", _tp(GQA, (1, 2), (1, 8), (2, 4), (4, 8)), ("tp 1 to 2",)),
-    Row("TP, P larger", "yes", _tp(GQA, (2, 1), (8, 1), (4, 2)), ("tp 2 to 1",)),
+    Row(
+        "equal sizes",
+        "yes",
+        ((GQA, GQA), (MLA, MLA), *_tp(GQA, (4, 4))),
+        vllm=(("tp 2 to 2", "test_tp::test_two_to_two"),),
+    ),
+    Row(
+        "TP, D larger",
+        "yes",
+        _tp(GQA, (1, 2), (1, 8), (2, 4), (4, 8)),
+        ("tp 1 to 2",),
+        (("tp 1 to 2", "test_tp::test_one_to_two"),),
+    ),
+    Row(
+        "TP, P larger",
+        "yes",
+        _tp(GQA, (2, 1), (8, 1), (4, 2)),
+        ("tp 2 to 1",),
+        (("tp 2 to 1", "test_tp::test_two_to_one"),),
+    ),
     Row(
         "TP above the KV heads (copies: one is read, all are told)",
         "D larger only",
@@ -93,24 +112,28 @@ ROWS = (
     ),
     Row(
         "PCP replicated on P (the first replica is read, the others let go at once)",
-        "no: the others never report",
+        "alone; below MultiConnector, beside one that holds, nothing is freed",
         (
             (other(GQA, replicas=2), GQA),
             (other(GQA, replicas=3, tp=2), other(GQA, tp=4)),
             (other(MLA, replicas=2, pp=2), MLA),
         ),
+        ("transformer with state, pcp 2 to 1",),
+        (("MLA, pcp 2 to 1", "test_pcp::test_ours_frees_each_request_when_it_was_read[alone]"),),
     ),
     Row(
         "blocks smaller on P",
         "yes, where P's TP is not larger",
         ((other(GQA, block=2), GQA), (other(MLA, block=2, tp=2), MLA)),
         ("blocks 16 to 32",),
+        (("MLA, blocks 16 to 32", "test_shapes::test_mla[16-32]"),),
     ),
     Row(
         "blocks larger on P",
         "no",
         ((other(GQA, block=8), GQA), (other(MLA, block=8), other(MLA, tp=2))),
         ("blocks 32 to 16",),
+        (("MLA, blocks 32 to 16", "test_shapes::test_mla[32-16]"),),
     ),
     Row("kernel blocks smaller than blocks", "yes", (*_both(GQA, kernel=2), (other(MLA, block=8, kernel=4), MLA))),
     Row(
@@ -141,6 +164,11 @@ ROWS = (
             (other(GQA, groups=FULL_AND_WINDOW),) * 2,
             (other(GQA, groups=FULL_AND_WINDOW, tp=2, block=2), other(GQA, groups=FULL_AND_WINDOW, pp=2)),
         ),
+        ("window, tp 1 to 2", "window, pp 2 to 1, blocks 8 to 16"),
+        (
+            ("windows alone", "test_windows::test_only_the_window_travels[window]"),
+            ("windows beside full attention", "test_windows::test_only_the_window_travels[mixed]"),
+        ),
     ),
     Row(
         "state (one slot of two tensors per layer, as Mamba's) beside attention, equal TP",
@@ -151,5 +179,6 @@ ROWS = (
             (other(STATE, kernel=2, pp=2), other(STATE, kernel=2)),
             (other(STATE, block=8), STATE),
         ),
+        ("state", "state, tp 2 to 2", "state, pp 2 to 1, blocks 8 to 16"),
     ),
 )

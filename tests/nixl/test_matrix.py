@@ -88,9 +88,15 @@ def test_the_page_is_what_all_passing_tests_write() -> None:
     spec.loader.exec_module(tool)
     passed = {name: True for row in ROWS for name in tool.tests_of(row)}
     passed |= {f"{tool.ENGINE}[{pair}]": True for pair in ENGINE_PAIRS}
+    passed |= {name: True for row in ROWS for _, name in row.vllm}
     assert (ROOT / "docs/compatibility.md").read_text() == tool.page(passed)
     one = tool.tests_of(ROWS[0])[-1]
     assert f"| {ROWS[0].what} |" not in tool.page({**passed, one: False})
+
+
+def test_what_ran_in_vllm_names_tests_that_are_there() -> None:
+    for module, _, test in (name.partition("::") for row in ROWS for _, name in row.vllm):
+        assert f"def {test.partition('[')[0]}(" in (ROOT / f"tests/vllm/{module}.py").read_text()
 
 
 @pytest.mark.parametrize(("p", "d"), PAIRS)
