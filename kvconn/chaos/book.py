@@ -7,6 +7,8 @@ Rules
 2. Every token of every engine is compared, also those of requests that ended early.
 3. A prank is what a client, a router or a peer does to one try of a request. It counts when it was done, and as
    survived when its request is done. It is played on the first try, so that the request can end well.
+4. An abort races with the end of what it aborts. One that comes too late is given to another request, sooner; so as
+   many land as were drawn, and some of them late in their request.
 Time is an argument, in seconds.
 """
 
@@ -15,7 +17,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import random
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,8 +34,9 @@ PREFILL = "P"
 TRIES = 40
 #: seconds until a request is tried again, times the tries so far, at most
 AGAIN, AGAIN_MOST = 0.2, 3.0
-#: seconds an abort comes after its request, at most, and the second of two readers
-ABORT_WITHIN, SECOND_WITHIN = 0.02, 2.0
+#: seconds an abort comes after its request, at most: it begins with this, halves when one came too late, and grows by a
+#: tenth with each that did not. And the second of two readers
+ABORT_WITHIN, SECOND_WITHIN = 0.1, 2.0
 #: a request that nobody says a word of for so long makes room for another, of at most so many at once
 STUCK, MOST_STUCK = 1.0, 4
 #: tokens that no pool has room for
@@ -41,8 +44,16 @@ TOO_LONG = 1 << 20
 
 ABORTS = ("abort on P", "abort on D")
 #: what else is done to one request: the answer of P is never read; it comes back changed; it names a port where nobody
-#: listens, or somebody who never answers; two engines read it; D can not admit it
-PRANKS = ("never read", "params changed", "nobody at the peer", "peer never answers", "read twice", "refused by D")
+#: listens, or somebody who never answers, or who answers nonsense; two engines read it; D can not admit it
+PRANKS = (
+    "never read",
+    "params changed",
+    "nobody at the peer",
+    "peer never answers",
+    "peer answers nonsense",
+    "read twice",
+    "refused by D",
+)
 
 
 class Submit(msgspec.Struct, frozen=True):
@@ -100,13 +111,14 @@ class _Try:
 
 
 class Book:
-    """``wants`` makes requests: number -> (prompt, all tokens it must give). ``ports``: nobody's, a silent peer's."""
+    """``wants`` makes requests: number -> (prompt, all tokens it must give). ``ports``: nobody's, a silent
+    peer's, a fool's."""
 
     def __init__(
         self,
         wants: Callable[[int], tuple[Tokens, Tokens]],
         decoders: Sequence[str],
-        ports: tuple[int, int],
+        ports: tuple[int, int, int],
         *,
         concurrency: int,
         shares: Shares,
@@ -130,6 +142,10 @@ class Book:
         self.asked = 0
         self.done = 0
         self.retried = 0
+        #: aborts that were drawn, of them those that came too late and wait for others, how long each kind waits
+        self.drawn = 0
+        self._owed: deque[str] = deque()
+        self._within = dict.fromkeys(ABORTS, ABORT_WITHIN)
         self.injected: Counter[str] = Counter()
         self.survived: Counter[str] = Counter()
         self.lost: list[str] = []
@@ -168,8 +184,11 @@ class Book:
         prank = None
         if draw < self._shares.aborts:
             prank = self._rng.choice(ABORTS)
+            self.drawn += 1
         elif draw < self._shares.aborts + self._shares.pranks:
             prank = self._rng.choice(PRANKS)
+        elif self._owed:
+            prank = self._owed.popleft()
         return _Request(n, *self._wants(n), prank)
 
     def _try(self, request: _Request, now: float) -> list[Order]:
@@ -178,7 +197,7 @@ class Book:
         one = _Try(f"r{request.n}.{request.tries}", request, prank, now, {PREFILL})
         self._tries[one.id] = one
         if prank == "abort on P":
-            self._after(ABORT_WITHIN, one, Cut(PREFILL, one.id), now)
+            self._after(self._within[prank], one, Cut(PREFILL, one.id), now)
         return [Submit(PREFILL, EngineRequest(one.id, request.prompt, 1, {"do_remote_decode": True}))]
 
     def _after(self, seconds: float, one: _Try, order: Order, now: float) -> None:
@@ -230,12 +249,14 @@ class Book:
             params = {**params, "remote_port": self._ports[0]}
         elif prank == "peer never answers":
             params = {**params, "remote_port": self._ports[1]}
+        elif prank == "peer answers nonsense":
+            params = {**params, "remote_port": self._ports[2]}
         elif prank == "refused by D":
             n_new = TOO_LONG
         readers = self._decoders if prank == "read twice" else (self._rng.choice(self._decoders),)
         one.on.update(readers)
         if prank == "abort on D":
-            self._after(ABORT_WITHIN, one, Cut(readers[0], one.id), now)
+            self._after(self._within[prank], one, Cut(readers[0], one.id), now)
         reads = [Submit(where, EngineRequest(one.id, request.prompt, n_new, params)) for where in readers]
         for late in reads[1:]:
             self._after(SECOND_WITHIN, one, late, now)
@@ -259,6 +280,8 @@ class Book:
         """No engine has this try any more."""
         del self._tries[one.id]
         request = one.request
+        if one.prank in ABORTS:
+            self._landed(one.prank, one.prank in request.hit)
         if one.right:
             self.done += 1
             self.served[PREFILL] += 1
@@ -268,6 +291,12 @@ class Book:
         else:
             self.retried += 1
             heapq.heappush(self._again, (now + min(AGAIN * request.tries, AGAIN_MOST), request.n, request))
+
+    def _landed(self, prank: str, landed: bool) -> None:
+        """An abort's try is over; whether the abort came in time."""
+        self._within[prank] = min(ABORT_WITHIN, self._within[prank] * (1.1 if landed else 0.5))
+        if not landed:
+            self._owed.append(prank)
 
     def judge(self, now: float) -> list[Order]:
         """Tries that engines are silent about for too long are lost, and taken back."""

@@ -18,7 +18,7 @@ import msgspec
 
 __all__ = ["FAULTS", "Director", "Fault"]
 
-Kind = Literal["kill", "kill rank", "stop", "drain", "garbage"]
+Kind = Literal["kill", "kill rank", "stop", "drain", "garbage", "flood"]
 
 
 class Fault(msgspec.Struct, frozen=True):
@@ -41,6 +41,7 @@ def faults(read: float, lease: float) -> tuple[Fault, ...]:
         Fault("P stopped past the read's deadline", "stop", "P", (read + 1, read + 2)),
         Fault("P told to end (SIGTERM)", "drain", "P"),
         Fault("garbage at P's side channel", "garbage", "P"),
+        Fault("a message without an end at P's side channel", "flood", "P"),
         Fault("D killed, back at its address", "kill", "D"),
         Fault("a rank of D killed", "kill rank", "D"),
         Fault("D stopped past the lease", "stop", "D", (lease + 0.5, lease + 1.5)),

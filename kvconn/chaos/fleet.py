@@ -16,15 +16,18 @@ import shutil
 import signal
 import socket
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
+import zmq
 from msgspec.structs import replace
 
 from kvconn.chaos.book import PREFILL, Order, Submit
+from kvconn.config import LIMITS
 from kvconn.engine.client import EngineProcess, Finished, FirstToken
 from kvconn.engine.config import EngineConfig
 from kvconn.errors import EngineDeadError
@@ -37,25 +40,49 @@ SHOWS = 5.0
 #: seconds after a reader's end in which UCX may end its producer
 AFTERMATH = 10.0
 RETRY = 0.01
+#: connections that ask for nothing; ZMTP's greeting without a key and a client's first words; empty frames of which
+#: each says that more come
+IDLE = 50
+HELLO = b"\xff" + bytes(8) + b"\x7f\x03\x01NULL" + bytes(48) + b"\x04\x1c\x05READY\x0bSocket-Type\0\0\0\x06DEALER"
+MORE = b"\x01\x00" * 2048
 
 
 class Ports:
-    """Ports of peers that are no engines: one where nobody listens, one that accepts and never says a word."""
+    """Ports of peers that are no engines: one where nobody listens, one that accepts and never says a word, one that
+    answers every request with bytes that mean nothing."""
 
     def __init__(self, host: str = "127.0.0.1") -> None:
+        self._stop = threading.Event()
+        self._context = zmq.Context()
+        self._fool = self._context.socket(zmq.ROUTER)
+        self._fool_port = self._fool.bind_to_random_port(f"tcp://{host}")
+        self._thread = threading.Thread(target=self._answer, name="kvconn-chaos-peer", daemon=True)
+        self._thread.start()
         self._nobody, self._silent = socket.socket(), socket.socket()
         for one in (self._nobody, self._silent):
             one.bind((host, 0))  # bound and held, so that nobody else gets it
         self._silent.listen(128)
 
     @property
-    def both(self) -> tuple[int, int]:
-        return self._nobody.getsockname()[1], self._silent.getsockname()[1]
+    def all(self) -> tuple[int, int, int]:
+        return self._nobody.getsockname()[1], self._silent.getsockname()[1], self._fool_port
+
+    def _answer(self) -> None:
+        rng = random.Random(0)
+        while not self._stop.is_set():
+            if self._fool.poll(100):
+                sender = self._fool.recv_multipart()[0]
+                frames = [rng.randbytes(rng.choice((0, 1, 9, 500))) for _ in range(rng.choice((1, 2, 2, 2, 3)))]
+                self._fool.send_multipart([sender, b"", *frames], zmq.NOBLOCK)
+        self._fool.close(0)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *args: object) -> None:
+        self._stop.set()
+        self._thread.join(LIMITS.end_thread)
+        self._context.term() if not self._thread.is_alive() else None
         self._nobody.close()
         self._silent.close()
 
@@ -191,6 +218,25 @@ class Fleet:
                 one.sendall(rng.randbytes(rng.randint(1, 4096)))
                 taken += 1
         return taken > 0
+
+    def flood(self, name: str) -> bool:
+        """Connections that ask for nothing, and a message without an end, at its side channel. True: that was ended."""
+        config = self._configs[name]
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+            made = [
+                stack.enter_context(socket.create_connection((config.host, config.port), SHOWS)) for _ in range(IDLE)
+            ]
+            made[-1].sendall(HELLO)
+            made[-1].recv(64)
+            deadline = time.monotonic() + SHOWS
+            try:
+                while time.monotonic() < deadline:
+                    made[-1].sendall(MORE)
+            except TimeoutError:
+                return False
+            except OSError:
+                return True
+        return False
 
     # -- looking -------------------------------------------------------------------------------------------------
 

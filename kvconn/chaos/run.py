@@ -80,6 +80,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     counters: dict[str, float]
     samples: tuple[Sample, ...] = ()
     aborted: tuple[str, ...] = ()
+    #: requests that were drawn to be aborted; those that were are among the faults
+    drawn: int = 0
     #: no engine was ended or stopped, so that everything should have stayed flat
     soaked: bool = False
 
@@ -178,7 +180,7 @@ class _Run:
         self._book = Book(
             Oracle(settings),
             DECODERS,
-            ports.both,
+            ports.all,
             concurrency=settings.concurrency,
             shares=settings.shares,
             patience=PATIENCE,
@@ -241,6 +243,8 @@ class _Run:
             return self._fleet.stop(where)
         if fault.kind == "drain":
             return self._fleet.tell_to_end(where)
+        if fault.kind == "flood":
+            return self._fleet.flood(where)
         return self._fleet.garbage(where, self._rng)
 
     def _end_fault(self) -> None:
@@ -277,6 +281,7 @@ class _Run:
             leaked=tuple(leaked),
             died=tuple(self._fleet.died),
             aborted=tuple(self._fleet.aborted),
+            drawn=book.drawn,
             counters=self._fleet.counters(),
             samples=tuple(self._sampler.samples),
             soaked=not self._settings.engines,

@@ -11,6 +11,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from kvconn.chaos.book import ABORTS
 from kvconn.chaos.flat import drift, ends, rates
 from kvconn.chaos.picture import svg
 from kvconn.chaos.run import Report
@@ -64,9 +65,11 @@ def print_report(console: Console, report: Report) -> None:
     table.add_row("all", str(report.injected), str(sum(row.survived for row in report.faults)))
     console.print(table)
     totals = Table(show_header=False)
+    aborts = sum(row.injected for row in report.faults if row.name in ABORTS)
     rate = report.done / report.seconds if report.seconds else 0.0
     for name, value in (
         ("requests", f"{report.done} of {report.asked} done, {report.retried} times tried again"),
+        ("aborts", f"{aborts} landed of {report.drawn} drawn"),
         ("time", f"{report.seconds:.0f} s, {rate:.1f} requests/s"),
         ("lost", len(report.lost)),
         ("wrong", len(report.wrong)),

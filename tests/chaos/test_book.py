@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from kvconn.base import FinishReason
-from kvconn.chaos.book import PRANKS, TOO_LONG, TRIES, Book, Cut, Shares, Submit
+from kvconn.chaos.book import ABORT_WITHIN, PRANKS, TOO_LONG, TRIES, Book, Cut, Shares, Submit
 from kvconn.chaos.faults import Director, Fault, faults
 from kvconn.engine.client import Finished, FirstToken
 
 PARAMS = {"remote_block_ids": [[3, 4]], "remote_port": 1, "remote_request_id": "t"}
 RIGHT = (7, 8, 9)
-NOBODY, SILENT = 11, 12
+NOBODY, SILENT, FOOL = 11, 12, 13
 
 
 def book(prank: str | None = None, concurrency: int = 1, patience: float = 10.0) -> Book:
@@ -24,7 +24,7 @@ def book(prank: str | None = None, concurrency: int = 1, patience: float = 10.0)
     made = Book(
         lambda n: ((1, 2, n), RIGHT),
         ("D1", "D2"),
-        (NOBODY, SILENT),
+        (NOBODY, SILENT, FOOL),
         concurrency=concurrency,
         shares=shares,
         patience=patience,
@@ -146,7 +146,7 @@ def test_a_prank_counts_when_it_was_played_and_as_survived_when_the_request_is_d
     orders = b.told("P", prefilled("r1.1"), 0.0) + b.due(2.0 if prank == "read twice" else 0.0)
     assert b.injected[prank] == 1
     params = [order.request.kv_transfer_params for order in orders]  # type: ignore[union-attr]
-    ports = {"nobody at the peer": NOBODY, "peer never answers": SILENT}
+    ports = {"nobody at the peer": NOBODY, "peer never answers": SILENT, "peer answers nonsense": FOOL}
     assert len(orders) == {"never read": 0, "read twice": 2}.get(prank, 1)
     assert all(p["remote_port"] == ports.get(prank, 1) for p in params)
     assert all((p["remote_block_ids"] == [[4, 4]]) is (prank == "params changed") for p in params)
@@ -158,6 +158,25 @@ def test_a_prank_counts_when_it_was_played_and_as_survived_when_the_request_is_d
     assert b.survived[prank] == 0
     b.told(plain.where, ended(again.request.id), 5.0)  # type: ignore[union-attr]
     assert (b.survived[prank], b.injected[prank], b.done) == (1, 1, 1)
+
+
+@pytest.mark.parametrize("where", ["P", "D"])
+def test_an_abort_that_came_too_late_is_given_to_the_next_request_and_comes_sooner(where: str) -> None:
+    b = book(f"abort on {where}")
+    b.due(0.0)
+    b._shares = Shares(0.0, 0.0)
+    (to_d,) = b.told("P", prefilled("r1.1"), 0.0)
+    b.told(to_d.where, ended("r1.1"), 0.0)
+    assert (b.done, b.drawn, b.injected) == (1, 1, {})
+    orders = b.due(0.0)  # the next, which nobody drew an abort for
+    if where == "D":
+        orders += b.told("P", prefilled("r2.1"), 0.0)
+    orders += b.due(ABORT_WITHIN / 2)
+    (cut,) = [order for order in orders if isinstance(order, Cut)]
+    assert cut.id == "r2.1"
+    b.told(cut.where, ended("r2.1", RIGHT[:1], FinishReason.ABORT), 1.0)
+    assert (b.drawn, b.injected[f"abort on {where}"]) == (1, 1)
+    assert not b._owed
 
 
 @pytest.mark.parametrize("where", ["P", "D"])
