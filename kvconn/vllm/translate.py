@@ -91,6 +91,7 @@ def connector_config(vllm_config: Any, worker: bool) -> ConnectorConfig:
         pp=parallel.pipeline_parallel_size,
         pcp=parallel.prefill_context_parallel_size,
         dcp=parallel.decode_context_parallel_size,
+        dcp_interleave=getattr(parallel, "cp_kv_cache_interleave_size", 1),
         dp_rank=parallel.data_parallel_index,
     )
     model = vllm_config.model_config

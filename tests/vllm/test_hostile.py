@@ -180,11 +180,6 @@ REFUSED = {
         {},
         "bidirectional_kv_xfer: unknown key",
     ),
-    "two pipeline stages": (
-        ours("kv_producer"),
-        {"pipeline_parallel_size": 2},
-        "parallel.pp: not run in vLLM, expected 1, got 2",
-    ),
     "another layout than ours": (
         ours("kv_producer", enable_permute_local_kv=True),
         {},

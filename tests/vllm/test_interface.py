@@ -19,7 +19,7 @@ pytest.importorskip("vllm", reason="vllm is not installed here; make test-vllm r
 import torch
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, supports_hma
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, supports_hma
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -32,6 +32,7 @@ from vllm.v1.kv_cache_interface import (
 
 import kvconn.vllm
 from kvconn.base import NO_BLOCK, Fact, GroupView, KVCacheView, WorkerFacts
+from kvconn.config import ParallelConfig
 from kvconn.errors import ConfigError
 from kvconn.geometry import regions_of
 from kvconn.offload import events
@@ -143,6 +144,36 @@ def test_a_window_under_one_group_of_full_attention_counts_as_full() -> None:
 def test_models_that_the_neutral_code_has_no_rules_for_are_refused(specs: tuple[Any, ...], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         translate.cache_view(cache_config(*specs))
+
+
+def vllm_config(**sizes: int) -> Any:
+    """As far as a half is constructed from it."""
+    one = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "prefill_context_parallel_size": 1}
+    model = SimpleNamespace(
+        model="m", dtype=torch.float32, use_mla=True, get_total_num_hidden_layers=lambda: 2, get_head_size=lambda: 576
+    )
+    more = {"decode_context_parallel_size": 1, "data_parallel_index": 0, "cp_kv_cache_interleave_size": 1}
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(**{**one, **more, **sizes}),
+        model_config=model,
+        cache_config=SimpleNamespace(block_size=16),
+        kv_transfer_config=SimpleNamespace(
+            kv_connector="NixlConnector", kv_role="kv_producer", engine_id="e", kv_connector_extra_config={}
+        ),
+    )
+
+
+def test_sizes_of_the_engine_are_vllms() -> None:
+    sizes = {"tensor_parallel_size": 4, "pipeline_parallel_size": 2, "decode_context_parallel_size": 2}
+    parallel = translate.connector_config(vllm_config(**sizes, cp_kv_cache_interleave_size=8), worker=False).parallel
+    assert parallel == ParallelConfig(tp=4, pp=2, dcp=2, dcp_interleave=8)
+
+
+def test_decode_context_parallelism_is_refused_by_name() -> None:
+    """vLLM's CPU kernels return no softmax LSE, which it needs: it can't be run here, and so isn't promised."""
+    given = vllm_config(tensor_parallel_size=2, decode_context_parallel_size=2)
+    with pytest.raises(ConfigError, match=r"decode_context_parallel_size: expected 1, got 2: .*leave --decode-context"):
+        kvconn.vllm.NixlConnector(given, KVConnectorRole.SCHEDULER, cache_config(FULL))
 
 
 def test_tensors_that_cannot_be_read_block_by_block_are_refused() -> None:

@@ -43,7 +43,11 @@ def hand_over(p: Engine, d: Engine, alone: Engine, seed: int) -> None:
         blocks += len(first["params"]["remote_block_ids"][0])
         assert d.one(tokens, 6, params=first["params"])["tokens"] == alone.ready().one(tokens, 6)["tokens"], d.tail()
     assert moved(d) - before == blocks * BLOCK_BYTES  # every byte once, whoever read it
-    for engine in (p, d):
+    nothing_held(p, d)
+
+
+def nothing_held(*engines: Engine) -> None:
+    for engine in engines:
         state = engine.idle()
         assert state["free"] == state["total"] - 1 and not state["owed"]
 

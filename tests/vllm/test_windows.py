@@ -14,6 +14,7 @@ from tests.vllm.conftest import QUICK, Fleet
 from tests.vllm.engines import BLOCK, BLOCK_BYTES, PRODUCER, Engine, ours
 from tests.vllm.models import LAYERS, WINDOW
 from tests.vllm.prompts import prompt
+from tests.vllm.test_tp import moved, nothing_held
 
 #: within the window, at the edges of blocks and windows, several steps of prefill
 LENGTHS = (5, 63, WINDOW, 95, 96, 97, 127, 300, 320, 500)
@@ -43,10 +44,6 @@ def needed(model: str, length: int, hit: int = 0) -> int:
     return sum(max(0, last - max(first[kind], hit // BLOCK)) for kind in LAYERS[model]) * LAYER_BYTES
 
 
-def moved(d: Engine) -> float:
-    return d.metrics().get("vllm:nixl_bytes_transferred_sum", 0.0)
-
-
 def local_hits(d: Engine) -> int:
     """Tokens that it found in its own prefix cache."""
     return int(d.metrics().get("vllm:prefix_cache_hits_total", 0.0))
@@ -57,12 +54,6 @@ def alone(d: Engine, prompts: list[list[int]]) -> list[list[int]]:
     tokens = [answer["tokens"] for answer in d.generate(*({"prompt": one, "max_tokens": 40} for one in prompts))]
     assert d.ask("reset")
     return tokens
-
-
-def nothing_held(*engines: Engine) -> None:
-    for engine in engines:
-        state = engine.idle()
-        assert state["free"] == state["total"] - 1 and not state["owed"]
 
 
 def test_only_the_window_travels(pair: Pair) -> None:
