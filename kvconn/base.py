@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
@@ -34,6 +34,7 @@ __all__ = [
     "FinishReason",
     "GroupView",
     "HandshakeMetadata",
+    "JoinedFacts",
     "KVBlocks",
     "KVCacheView",
     "KVConnector",
@@ -58,6 +59,8 @@ NO_BLOCK: Final = -1
 CacheKind = Literal["full", "window", "state"]
 #: K and V
 MAX_PARTS = 2
+#: of an engine; who says to be beyond them is nobody
+MAX_RANKS = 1 << 20
 #: bytes from one cell to the next; more is no cache, and would not fit in 64 bits when it is counted up
 MAX_STRIDE = 1 << 40
 
@@ -236,6 +239,8 @@ class HandshakeMetadata:
 class Fact(msgspec.Struct, frozen=True):
     """One rank's word on one life: ``(id, direction, n)``, who says it, and what it says (C3, C4).
 
+    ``more``: ranks that say the same, as bits; only facts that were joined have it.
+
     ``child`` is the path of the reporting connector below the outermost one, outermost index first. ``why``, of a
     failure: peer, stage and age, for whoever asked for the load.
     """
@@ -247,6 +252,56 @@ class Fact(msgspec.Struct, frozen=True):
     state: FactState
     child: tuple[int, ...] = ()
     why: str = ""
+    more: int = 0
+
+    @property
+    def ranks(self) -> int:
+        """Who says it, as bits."""
+        return self.more | (1 << self.rank if 0 <= self.rank < MAX_RANKS else 0)
+
+
+class JoinedFacts(Collection[Fact]):
+    """Facts of several ranks, those that say the same as one, failures first; grows as ranks are added."""
+
+    __slots__ = ("_again", "_first", "_ranks")
+
+    def __init__(self, facts: Iterable[Fact]) -> None:
+        self._first: dict[tuple[object, ...], Fact] = {}
+        self._ranks: dict[tuple[object, ...], int] = {}
+        #: what a rank said twice: to be counted, not joined
+        self._again: list[Fact] = []
+        self.add(facts)
+
+    def add(self, facts: Iterable[Fact]) -> None:
+        """What a rank says, or several."""
+        known, rank, bits = self._ranks, -1, 0
+        for fact in facts:
+            if fact.rank != rank or fact.more:  # a rank's bit is made once
+                rank, bits = fact.rank, fact.ranks
+            about = (fact.n, fact.id, fact.state, fact.direction, fact.child)
+            others = known.get(about, 0)
+            if not others:
+                self._first[about] = fact
+            known[about] = both = others | bits
+            if both == others:
+                self._again.append(fact)
+
+    def __iter__(self) -> Iterator[Fact]:
+        joined = [
+            one if self._ranks[about] == one.ranks else msgspec.structs.replace(one, more=self._ranks[about])
+            for about, one in self._first.items()
+        ]
+        yield from sorted(joined, key=lambda fact: fact.state != "failed")  # a rank is quiet after it failed
+        yield from self._again
+
+    def __len__(self) -> int:
+        return len(self._first) + len(self._again)
+
+    def __contains__(self, fact: object) -> bool:
+        return fact in tuple(self)
+
+    def __repr__(self) -> str:
+        return f"JoinedFacts({len(self._first)} of {sum(r.bit_count() for r in self._ranks.values())} words)"
 
 
 class Published(msgspec.Struct, frozen=True):
@@ -261,11 +316,16 @@ class Published(msgspec.Struct, frozen=True):
 class WorkerFacts(msgspec.Struct, frozen=True):
     """A worker half's facts of one step; ranks' facts are joined in rank order."""
 
-    facts: tuple[Fact, ...] = ()
+    facts: Collection[Fact] = ()
     published: tuple[Published, ...] = ()
 
     def aggregate(self, other: WorkerFacts) -> WorkerFacts:
-        return WorkerFacts(self.facts + other.facts, self.published + other.published)
+        """Both. What was joined before grows, and is the new one's: a thousand ranks are joined one by one."""
+        joined = self.facts
+        if not isinstance(joined, JoinedFacts):
+            return WorkerFacts(JoinedFacts((*joined, *other.facts)), self.published + other.published)
+        joined.add(other.facts)
+        return WorkerFacts(joined, self.published + other.published) if other.published else self
 
 
 class TransferResults(msgspec.Struct, frozen=True):

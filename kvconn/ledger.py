@@ -19,15 +19,18 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Final
 
 import msgspec
 
-from kvconn.base import Direction, Fact, FactState, KVConnectorOutput, WorkerFacts
+from kvconn.base import Direction, Fact, KVConnectorOutput, WorkerFacts
 
 __all__ = ["Child", "Closed", "CompletionGate", "CompletionLedger", "Emit", "Outcome", "Pending", "filter_output"]
 
 #: path of a connector below the outermost one; () is the outermost itself.
 Child = tuple[int, ...]
+NOBODY: Final[Mapping[Child, int]] = MappingProxyType({})
 
 
 class Outcome(enum.Enum):
@@ -67,22 +70,27 @@ class Closed(msgspec.Struct, frozen=True):
     why: str = ""
 
 
-@dataclass
+@dataclass(slots=True)
 class _Life:
+    """Sets of ranks are integers, a bit per rank."""
+
     id: str
     direction: Direction
     n: int
-    owed: dict[Child, set[int]]
-    allow_missing: dict[Child, int]
+    owed: dict[Child, int]
+    allow_missing: Mapping[Child, int]
     since: float | None
     failed: bool = False
     why: str = ""
-    failed_by: set[tuple[Child, int]] = field(default_factory=set)
+    #: replaced when a rank fails, which most never do
+    failed_by: Mapping[Child, int] = field(default_factory=lambda: NOBODY)
     seen: bool = False
 
     @property
     def complete(self) -> bool:
-        return all(len(ranks) <= self.allow_missing.get(child, 0) for child, ranks in self.owed.items())
+        if not self.allow_missing:
+            return not any(self.owed.values())
+        return all(ranks.bit_count() <= self.allow_missing.get(child, 0) for child, ranks in self.owed.items())
 
 
 class CompletionLedger:
@@ -111,41 +119,41 @@ class CompletionLedger:
         key = (id, direction)
         if key in self._open:
             raise ValueError(f"life of {id} ({direction}) is open already: {self._open[key].n}")
-        sets = {child: set(ranks) for child, ranks in owed.items()}
-        spare = {c: max(0, len(sets[c]) - q) for c, q in (quorum or {}).items() if c in sets}
-        life = _Life(id, direction, next(self._next_n), sets, spare, now)
+        sets = {child: _bits(ranks) for child, ranks in owed.items()}
+        spare = {c: max(0, sets[c].bit_count() - q) for c, q in (quorum or {}).items() if c in sets}
+        life = _Life(id, direction, next(self._next_n), sets, spare or NOBODY, now)
         self._open[key] = life
         return life.n
 
     def report(self, fact: Fact) -> Outcome:
-        """Take one rank's word. Never raises."""
+        """Take one rank's word, or what several say alike. Never raises."""
         life = self._open.get((fact.id, fact.direction))
         if life is None or life.n != fact.n:
             return self._absorb(Outcome.UNKNOWN)
         owed = life.owed.get(fact.child)
         if owed is None:
             return self._absorb(Outcome.STRANGER)
-        if fact.rank not in owed:
-            return self._absorb(Outcome.DUPLICATE)
-        return self._apply(life, owed, fact)
+        said = fact.ranks
+        news = said & owed
+        if fact.state != "quiet" and life.failed_by:  # who failed does so once, and is not done but quiet
+            news &= ~life.failed_by.get(fact.child, 0)
+        if news != said or not said:
+            self._absorb(Outcome.DUPLICATE, max(1, (said & ~news).bit_count()))
+        return self._apply(life, news, fact) if news else Outcome.DUPLICATE
 
-    def _apply(self, life: _Life, owed: set[int], fact: Fact) -> Outcome:
-        state: FactState = fact.state
-        if state == "failed":
-            if (fact.child, fact.rank) in life.failed_by:
-                return self._absorb(Outcome.DUPLICATE)
+    def _apply(self, life: _Life, ranks: int, fact: Fact) -> Outcome:
+        """``ranks`` say something new."""
+        if fact.state == "failed":
             life.failed = True
             life.why = life.why or fact.why
-            life.failed_by.add((fact.child, fact.rank))
+            life.failed_by = {**life.failed_by, fact.child: life.failed_by.get(fact.child, 0) | ranks}
             return Outcome.ADDED
-        if state == "done" and (fact.child, fact.rank) in life.failed_by:
-            return self._absorb(Outcome.DUPLICATE)
         before = life.complete
-        owed.discard(fact.rank)
+        life.owed[fact.child] &= ~ranks
         return Outcome.COMPLETED if life.complete and not before else Outcome.ADDED
 
-    def _absorb(self, outcome: Outcome) -> Outcome:
-        self.absorbed[outcome] += 1
+    def _absorb(self, outcome: Outcome, times: int = 1) -> Outcome:
+        self.absorbed[outcome] += times
         return outcome
 
     def get(self, id: str, direction: Direction) -> Pending | None:
@@ -279,8 +287,21 @@ class CompletionGate:
 
 
 def _pending(life: _Life) -> Pending:
-    owed = tuple((c, tuple(sorted(r))) for c, r in sorted(life.owed.items()) if len(r) > life.allow_missing.get(c, 0))
+    owed = tuple((c, _numbers(r)) for c, r in sorted(life.owed.items()) if r.bit_count() > life.allow_missing.get(c, 0))
     return Pending(life.id, life.direction, life.n, owed, life.since)
+
+
+def _bits(ranks: Iterable[int]) -> int:
+    if isinstance(ranks, range) and ranks.start == 0 and ranks.step == 1:
+        return (1 << len(ranks)) - 1
+    bits = 0
+    for rank in ranks:
+        bits |= 1 << rank
+    return bits
+
+
+def _numbers(ranks: int) -> tuple[int, ...]:
+    return tuple(rank for rank in range(ranks.bit_length()) if ranks >> rank & 1)
 
 
 def _ranks(ranks: tuple[int, ...]) -> str:

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from kvconn.base import Direction, Fact, FactState
+from kvconn.base import Direction, Fact, FactState, WorkerFacts
 from kvconn.ledger import Child, CompletionGate, CompletionLedger, Emit, Outcome
 
 NIXL: Child = (0,)
@@ -45,6 +45,32 @@ class TestIdentity:
         assert [ledger.report(fact("r", n, 1)) for _ in range(5)] == [Outcome.DUPLICATE] * 5
         assert not ledger.is_complete("r", "send")
         assert ledger.absorbed == {Outcome.DUPLICATE: 5}
+
+    def test_what_many_ranks_say_alike_is_one_fact_and_counts_for_each(self) -> None:
+        ledger, n = opened(world=1024)
+        joined = WorkerFacts()
+        for rank in range(1023):
+            joined = joined.aggregate(WorkerFacts((fact("r", n, rank),)))
+        (word,) = joined.facts
+        assert ledger.report(word) is Outcome.ADDED
+        pending = ledger.get("r", "send")
+        assert pending is not None and pending.owed == (((), (1023,)),)
+        assert ledger.report(word) is Outcome.DUPLICATE and ledger.absorbed == {Outcome.DUPLICATE: 1023}
+        assert ledger.report(fact("r", n, 1023)) is Outcome.COMPLETED
+
+    def test_what_a_rank_says_twice_in_a_step_is_counted_and_not_joined(self) -> None:
+        ledger, n = opened(world=3)
+        said = WorkerFacts((fact("r", n, 0),)).aggregate(WorkerFacts((fact("r", n, 1), fact("r", n, 1))))
+        assert [ledger.report(word) for word in said.facts] == [Outcome.ADDED, Outcome.DUPLICATE]
+        assert ledger.absorbed == {Outcome.DUPLICATE: 1}
+
+    def test_a_rank_that_fails_in_the_step_in_which_another_is_quiet_is_heard_before_it_settles(self) -> None:
+        ledger, n = opened(direction="recv", world=2)
+        ledger.report(fact("r", n, 0, "recv", "failed"))
+        late = (fact("r", n, 1, "recv", "failed"), fact("r", n, 1, "recv", "quiet"))
+        said = WorkerFacts((fact("r", n, 0, "recv", "quiet"),)).aggregate(WorkerFacts(late))
+        assert [ledger.report(word) for word in said.facts] == [Outcome.ADDED, Outcome.COMPLETED]
+        assert not ledger.absorbed
 
     def test_a_rank_outside_the_world_is_absorbed(self) -> None:
         ledger, n = opened(world=2)
@@ -494,14 +520,11 @@ def test_the_gate_behaves_as_the_naive_model() -> None:
 class CountsReports(CompletionLedger):
     """Mutant: completion is a number of reports, as in the engines this project is about (against C3)."""
 
-    def _apply(self, life: Any, owed: set[int], fact: Fact) -> Outcome:
-        owed.pop()
-        return Outcome.COMPLETED if life.complete else Outcome.ADDED
-
     def report(self, fact: Fact) -> Outcome:
         life = self._open.get((fact.id, fact.direction))
         if life is not None and life.n == fact.n and life.owed.get(fact.child):
-            return self._apply(life, life.owed[fact.child], fact)
+            life.owed[fact.child] &= life.owed[fact.child] - 1  # whoever said it
+            return Outcome.COMPLETED if life.complete else Outcome.ADDED
         return super().report(fact)
 
 
@@ -523,9 +546,9 @@ class IgnoresLives(CompletionLedger):
 class FreesWhatFailed(CompletionLedger):
     """Mutant: a failure gives the blocks back at once (against C6)."""
 
-    def _apply(self, life: Any, owed: set[int], fact: Fact) -> Outcome:
-        outcome = super()._apply(life, owed, fact)
-        owed.discard(fact.rank)
+    def _apply(self, life: Any, ranks: int, fact: Fact) -> Outcome:
+        outcome = super()._apply(life, ranks, fact)
+        life.owed[fact.child] &= ~ranks
         return outcome
 
 

@@ -86,8 +86,8 @@ class NixlScheduler:
         self._sends: list[SendSpec] = []
         self._loads: list[LoadSpec] = []
         self._releases: list[RemoteRef] = []
-        #: references whose producer is being told: ranks that have not, and until when that is waited for
-        self._telling: dict[str, tuple[set[int], float]] = {}
+        #: references whose producer is being told: ranks that have not, as bits, and until when that is waited for
+        self._telling: dict[str, tuple[int, float]] = {}
         self._next_heartbeat = 0.0
         self._newcomers: list[str] = []
         self._fences = FenceSlots(kv_cache.num_blocks)
@@ -270,7 +270,10 @@ class NixlScheduler:
         for id in [id for id, (_, until) in self._telling.items() if until <= now]:
             del self._telling[id]
         for ref in self._releases:
-            self._telling[ref.transfer_id] = set(self._ranks), now + 2 * self._settings.kvconn.handshake  # two rounds
+            self._telling[ref.transfer_id] = (
+                (1 << len(self._ranks)) - 1,
+                now + 2 * self._settings.kvconn.handshake,
+            )  # two rounds
         step = NixlStep(
             now,
             tuple(self._sends),
@@ -350,10 +353,12 @@ class NixlScheduler:
         return life is not None and life.n == fact.n
 
     def _told(self, fact: Fact) -> None:
-        """One rank has told a producer that nobody here reads this reference."""
-        owed, _ = self._telling.get(fact.id, (set[int](), 0.0))
-        owed.discard(fact.rank)
-        if not owed:
+        """A rank, or several, have told a producer that nobody here reads this reference."""
+        owed, until = self._telling.get(fact.id, (0, 0.0))
+        owed &= ~fact.ranks
+        if owed:
+            self._telling[fact.id] = owed, until
+        else:
             self._telling.pop(fact.id, None)
 
     def needs_steps(self, now: float) -> bool:

@@ -20,6 +20,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import msgspec
+
 from kvconn.base import BlockIds, Fact, FinishReason, KVBlocks, KVCacheView, RequestView, StepRequest, StepView
 from kvconn.config import LIMITS, ConnectorConfig, OffloadSettings
 from kvconn.geometry import blocks_for, is_replicated
@@ -243,7 +245,7 @@ class OffloadScheduler:
         lives, jobs = [], []
         for fact in facts:
             if fact.child == JOBS:
-                jobs.append(Fact(fact.id, fact.direction, fact.n, fact.rank, fact.state))
+                jobs.append(msgspec.structs.replace(fact, child=()))
             elif fact.child == GONE:
                 self._gone(fact)
             else:

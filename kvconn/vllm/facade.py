@@ -77,7 +77,8 @@ class VllmWorkerFacts(KVConnectorWorkerMetadata):
     def aggregate(self, other: KVConnectorWorkerMetadata) -> VllmWorkerFacts:
         if not isinstance(other, VllmWorkerFacts):
             raise ContractError(f"worker metadata: expected another rank's facts, got {type(other).__name__}")
-        return VllmWorkerFacts(self.inner.aggregate(other.inner))
+        joined = self.inner.aggregate(other.inner)
+        return self if joined is self.inner else VllmWorkerFacts(joined)
 
 
 class KvconnFacade(KVConnectorBase_V1, SupportsHMA):

@@ -55,7 +55,8 @@ def counting() -> Iterator[None]:
         if life is not None and owed:
             life.failed |= fact.state == "failed"
             if fact.state != "failed":
-                owed.discard(fact.rank if fact.rank in owed else min(owed))
+                for _ in range(fact.ranks.bit_count()):
+                    life.owed[fact.child] &= life.owed[fact.child] - 1
 
     with patch.object(KVOutputAggregator, "_report", report), patch.object(CompletionLedger, "report", word):
         yield

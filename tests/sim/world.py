@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from collections.abc import Collection
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -392,7 +393,7 @@ class World:
         if not stale:
             return
         meta = part.kv_connector_worker_meta
-        facts: tuple[Fact, ...] = meta.facts if isinstance(meta, WorkerFacts) else ()
+        facts: Collection[Fact] = meta.facts if isinstance(meta, WorkerFacts) else ()
         failed = {fact.id for fact in facts if fact.direction == "recv" and fact.state == "failed"}
         ended = {send.transfer_id for send in self.sends if send.ended}
         loads = [load for id in failed if (load := self.loads.get((engine.name, id))) is not None]

@@ -101,7 +101,7 @@ def test_importing_the_package_loads_nothing() -> None:
 def test_facts_of_ranks_are_joined_and_travel() -> None:
     one, two = (VllmWorkerFacts(WorkerFacts((Fact("a", "send", 1, rank, "done"),))) for rank in (0, 1))
     joined = pickle.loads(pickle.dumps(one.aggregate(two)))
-    assert [fact.rank for fact in joined.inner.facts] == [0, 1]
+    assert [bin(fact.ranks) for fact in joined.inner.facts] == ["0b11"]
 
 
 def cache_config(*specs: Any) -> KVCacheConfig:
