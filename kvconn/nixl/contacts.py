@@ -102,16 +102,18 @@ class Contacts:
             return  # its handshake is over
         peer, greeting, place = asked
         try:
-            self._answered(peer, greeting, place, result.payload, result.why)
+            self._answered(peer, greeting, place, result)
         except (PeerError, RequestError, TransportError) as err:
             self._asked = {ask: one for ask, one in self._asked.items() if one[1] is not greeting}
             self._failed(peer, err, now)
 
-    def _answered(self, peer: Peer, greeting: Greeting, place: Place, payload: bytes | None, why: str) -> None:
+    def _answered(self, peer: Peer, greeting: Greeting, place: Place, result: HandshakeResult) -> None:
         """Check everything first, load last: a peer that fails leaves nothing behind."""
+        payload, why = result.payload, result.why
         if payload is None or self._agent.transport is None:
             whom = "" if place == FIRST else f" (its rank pp {place.pp} tp {place.tp})"
             raise PeerError(peer.name, "handshake", (why or "this rank has no NIXL agent") + whom)
+        peer.clock_offset = result.clock_offset if place == FIRST else peer.clock_offset
         self._ask(peer, greeting, greeting.answered(place, payload))
         if greeting.done:
             self._next = peer, greeting.offers

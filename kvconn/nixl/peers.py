@@ -62,6 +62,8 @@ class Peer:
         self.why = ""
         self.last_used = 0.0
         self.ready_at = 0.0
+        #: its clock minus ours in seconds, where it says
+        self.clock_offset: float | None = None
         self.posted = 0
         self._waiting: list[Work] = []
         self._backoff = 0.0

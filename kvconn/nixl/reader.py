@@ -68,6 +68,17 @@ class _Load:
     ref: RemoteRef
     peer: Peer | None = None
     orders: list[tuple[Permute, Ints]] = field(default_factory=list)
+    #: when its reference came to this engine
+    came: float = 0.0
+
+    def late(self) -> str:
+        """Whether its lease was over when it came. A reason for people, never for us: another reader's heartbeats may
+        have prolonged it, and the fence knows."""
+        ends = self.ref.kvconn.deadline if self.ref.kvconn is not None else None
+        if self.peer is None or self.peer.clock_offset is None or ends is None:
+            return ""
+        over = self.came - (ends - self.peer.clock_offset)
+        return f"; it came here {over:.1f} s after its lease, unless somebody prolonged that" if over > 0 else ""
 
 
 class Reader:
@@ -124,7 +135,7 @@ class Reader:
             if load.ref is None or peer is None:
                 self._fail(load.id, load.refused or "no reference", now)
                 continue
-            self._loads[load.id] = _Load(load.ref)
+            self._loads[load.id] = _Load(load.ref, came=now - load.waited)
             self._contacts.with_peer(peer, now, partial(self._post, load, load.ref))
 
     def _post(self, load: LoadSpec, ref: RemoteRef, peer: Peer | None, why: str, now: float) -> None:
@@ -272,8 +283,9 @@ class Reader:
             self._reads.posted_all(id)
         elif verdict is Verdict.STALE:
             self._meter.add("stale_reads")
-            whom = peer_name(self._loads[id].ref.peer)
-            self._fail(id, f"peer {whom}, fence: it let go of these blocks before they were read", now)
+            mine = self._loads[id]
+            why = f"it let go of these blocks before they were read{mine.late()}"
+            self._fail(id, f"peer {peer_name(mine.ref.peer)}, fence: {why}", now)
         else:
             for place, slot, word in self._checks.targets(id):
                 if not self._read_word(id, place, slot, word, now):

@@ -250,6 +250,33 @@ def test_monotonic_clocks_of_different_epochs_do_not_meet(net: Net, told: Told, 
     net.sound()
 
 
+def test_a_reference_that_came_after_its_lease_is_said_to_whatever_the_clocks_show(net: Net, told: Told) -> None:
+    """P's clock is 500 s ahead; its answer to the handshake said so."""
+    p, d = net.producer(clock=ManualClock(net.clock() + 500.0)), net.consumer()
+    serve(net, p, d, "before", 1)
+    (peer,) = d.workers[0].worker._contacts._peers.ready()  # type: ignore[attr-defined]
+    for offset, late in ((500.0, True), (None, False), (560.0, True), (440.0, False)):
+        peer.clock_offset = offset
+        params = p.prefill("a", THEIRS, 2)
+        p.step()
+        for side in (p, d):
+            side.workers[0]._clock.now += LEASE + 5  # type: ignore[attr-defined]
+        p.step()
+        told.exactly(EXPIRED)
+        net.load(d, "r", params, OURS)
+        net.run(lambda: "r" in d.received)
+        net.end("r")
+        said = "after its lease, unless somebody prolonged that"
+        assert (said in d.reasons["r"]) is late, d.reasons
+        if offset == 500.0:
+            assert f"it came here 5.0 s {said}" in d.reasons["r"]
+        told.exactly(("load of r failed: peer P@", ", fence: it let go of these blocks before they were read"))
+        d.received.clear()
+        net.net.run()  # that D is done, which P does not wait for any more
+        p.step()
+    net.sound()
+
+
 @pytest.mark.parametrize("whose", ["P", "D"])
 def test_a_clock_that_goes_back_delays_deadlines_and_breaks_nothing(net: Net, told: Told, whose: str) -> None:
     p, d = net.producer(clock=ManualClock(1000.0)), net.consumer(clock=ManualClock(1000.0))
