@@ -5,6 +5,8 @@ Rules
    or more. What is wrong with it is a ConfigError that names the file, and never what is in it.
 2. The secret itself is used for nothing. Each use has a key of its own, HKDF-SHA256 (RFC 5869) of the secret and the
    use's name, so that one of them says nothing of another.
+   A file may have several secrets, a line each: the first is used, all are accepted, so that a fleet can change its
+   key one engine at a time.
 3. Without a key everything works, and one warning per process says what that means; ``require_auth`` makes it an error.
 4. Addresses are compared as numbers: an IPv4 address that came over an IPv6 socket is that IPv4 address.
 """
@@ -30,6 +32,9 @@ log = logging.getLogger("kvconn")
 #: bytes of a secret, without white space at its ends
 MIN_SECRET = 32
 MAX_SECRET = 4096
+#: secrets of one file; a line that is one where all lines are: the file may as well be one secret of any bytes
+MAX_SECRETS = 4
+_SECRET = re.compile(rb"[!-~]{32,}")
 HOW = "make one with `(umask 077; openssl rand -hex 32 > FILE)` and copy it to every engine of the fleet"
 PATH = "kv_transfer_config.kv_connector_extra_config.kvconn"
 _SALT = b"kvconn fleet key 1"
@@ -39,12 +44,14 @@ _warned = False
 
 
 class FleetKey:
-    """One secret that every engine of a fleet has. ``fingerprint``: 8 hex digits, to compare two hosts' files by."""
+    """One secret that every engine of a fleet has, and ``others`` that are accepted beside it. ``accepted``: all of
+    them, the one that is used first. ``fingerprint``: 8 hex digits, to compare two hosts' files by."""
 
-    __slots__ = ("_prk", "fingerprint")
+    __slots__ = ("_prk", "accepted", "fingerprint")
 
-    def __init__(self, secret: bytes) -> None:
+    def __init__(self, secret: bytes, *others: bytes) -> None:
         self._prk = hmac.new(_SALT, secret, hashlib.sha256).digest()
+        self.accepted: tuple[FleetKey, ...] = (self, *(FleetKey(other) for other in others))
         self.fingerprint = self.derive("fingerprint").hex()[:8]
 
     def derive(self, use: str) -> bytes:
@@ -52,7 +59,7 @@ class FleetKey:
         return hmac.new(self._prk, use.encode() + b"\x01", hashlib.sha256).digest()
 
     def __repr__(self) -> str:
-        return f"FleetKey({self.fingerprint})"
+        return f"FleetKey({' '.join(one.fingerprint for one in self.accepted)})"
 
 
 @dataclass(frozen=True)
@@ -108,10 +115,15 @@ def load_trust(settings: NixlKvconn, path: str = PATH) -> Trust:
 
 def read_key(file: str) -> FleetKey:
     """The fleet's key in this file. Raises ConfigError."""
-    secret = _read(file).strip()
-    if not MIN_SECRET <= len(secret) <= MAX_SECRET:
-        raise ConfigError(f"{file}: expected {MIN_SECRET} to {MAX_SECRET} bytes, got {len(secret)}; {HOW}")
-    return FleetKey(secret)
+    text = _read(file).strip()
+    if not MIN_SECRET <= len(text) <= MAX_SECRET:
+        raise ConfigError(f"{file}: expected {MIN_SECRET} to {MAX_SECRET} bytes, got {len(text)}; {HOW}")
+    lines = [line.strip() for line in text.split(b"\n")]
+    if not all(_SECRET.fullmatch(line) for line in lines):
+        return FleetKey(text)
+    if len(lines) > MAX_SECRETS or len(set(lines)) < len(lines):
+        raise ConfigError(f"{file}: expected at most {MAX_SECRETS} different secrets, a line each, got {len(lines)}")
+    return FleetKey(*lines)
 
 
 def _read(file: str) -> bytes:

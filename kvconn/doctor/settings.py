@@ -89,7 +89,7 @@ def _walk(
             extra = parse_extra(SETTINGS[config.kv_connector], config, path)
             if isinstance(extra, NixlSettings):
                 trust = load_trust(extra.kvconn, f"{path}.kv_connector_extra_config.kvconn")
-                keys |= {trust.key.fingerprint: None} if trust.key is not None else {}
+                keys |= {one.fingerprint: None for one in (trust.key.accepted if trust.key is not None else ())}
         else:
             _walk_children(config, path, problems, parsed, keys, depth)
     except ConfigError as err:

@@ -208,7 +208,7 @@ def check_signature(key: FleetKey, ref: RemoteRef) -> None:
             "a reference signed with the fleet key (its producer is stock, or has no kvconn.key_file)",
             given,
         )
-    if not hmac.compare_digest(sign(key, ref).encode(), given.encode()):
+    if not any(hmac.compare_digest(sign(one, ref).encode(), given.encode()) for one in key.accepted):
         raise RequestError(
             "kv_transfer_params.kvconn.signature",
             "what a producer of this fleet returned, unchanged (it does not fit: another fleet key, or edited)",

@@ -61,11 +61,11 @@ class RateLimit:
 
 
 class Gate:
-    """Judges connections and requests. ``client_key``: the one public key that a peer may have; None: any, or none."""
+    """Judges connections and requests. ``client_keys``: the public keys that a peer may have; empty: any, or none."""
 
-    def __init__(self, trust: Trust, client_key: bytes | None = None) -> None:
+    def __init__(self, trust: Trust, client_keys: Sequence[bytes] = ()) -> None:
         self._trust = trust
-        self._client_key = client_key
+        self._client_keys = tuple(client_keys)
         self._connections = RateLimit(trust.rate)
         self._requests = RateLimit(trust.rate)
 
@@ -76,10 +76,10 @@ class Gate:
             return REFUSED, f"{address} is not in kvconn.allow"
         if not self._connections.take(where, now):
             return BUSY, f"{address} shakes hands more than {self._trust.rate:g} times a second"
-        if self._client_key is None:
+        if not self._client_keys:
             return ADMITTED, ""
         given = credentials[0] if mechanism == b"CURVE" and credentials else b""
-        if not hmac.compare_digest(given, self._client_key):
+        if not any(hmac.compare_digest(given, one) for one in self._client_keys):
             return REFUSED, f"{address} has another key"
         return ADMITTED, ""
 

@@ -6,7 +6,8 @@ Rules
 2. A name's addresses are tried together, the first few of them, on one socket and within one deadline. The request goes
    to the first that gets through its handshake; if that one hangs up unheard, to the next that does.
 3. Results cross to the step thread in a queue; sockets never leave their thread.
-4. With a fleet key it speaks CURVE and nothing else: there is no way down.
+4. With a fleet key it speaks CURVE and nothing else: there is no way down. Of several keys the next is tried where one
+   does not fit: a fleet that changes its key is of two minds for a while.
 """
 
 from __future__ import annotations
@@ -73,6 +74,8 @@ class _Line:
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], ask: _Ask) -> None:
         self.ask = ask
+        #: by endpoint: keys that were not tried there
+        self._keys: dict[str, list[Curve]] = {}
         self.socket = context.socket(zmq.DEALER)
         try:
             self.socket.setsockopt(zmq.LINGER, 0)
@@ -84,14 +87,31 @@ class _Line:
             self.socket.close()
             raise
 
-    def connect(self, addresses: Sequence[str], curve: Curve | None) -> None:
-        """Raises ZMQError."""
-        if curve is not None:
-            curve.ask(self.socket)
+    def connect(self, addresses: Sequence[str], curves: Sequence[Curve]) -> None:
+        """With the first key, where there are keys. Raises ZMQError."""
         self.ask.tried = len(addresses)
         for address in addresses:
-            self.socket.setsockopt(zmq.IPV6, int(":" in address))
-            self.socket.connect(endpoint(address, self.ask.key[2]))
+            where = endpoint(address, self.ask.key[2])
+            self._keys[where] = list(curves)
+            self._connect(where)
+
+    def _connect(self, where: str) -> None:
+        if self._keys[where]:
+            self._keys[where].pop(0).ask(self.socket)
+        self.socket.setsockopt(zmq.IPV6, int("[" in where))
+        self.socket.connect(where)
+
+    def tries_another_key(self, where: bytes) -> bool:
+        """There, since the last did not fit; False when there is none left."""
+        place = where.decode()
+        if not self._keys.get(place):
+            return False
+        try:
+            self.socket.disconnect(place)
+            self._connect(place)
+        except zmq.ZMQError:
+            return False
+        return True
 
     def send(self) -> bool:
         """To whoever is there by now; False: nobody."""
@@ -144,7 +164,7 @@ class HandshakeClient:
         self._timeout = timeout
         self._clock = clock
         self._trust = trust or Trust()
-        self._curve = Curve.of(self._trust.key) if self._trust.key is not None else None
+        self._curves = [Curve.of(key) for key in self._trust.key.accepted] if self._trust.key is not None else []
         self._numbers = itertools.count(1)
         self._asks: deque[_Ask] = deque()
         self._results: deque[HandshakeResult] = deque()
@@ -262,7 +282,7 @@ class HandshakeClient:
             self._fail(ask, f"no socket: {err}")
             return
         try:
-            line.connect(addresses, self._curve)
+            line.connect(addresses, self._curves)
         except zmq.ZMQError as err:
             line.close()
             self._fail(ask, f"cannot connect: {err}")
@@ -299,8 +319,8 @@ class HandshakeClient:
             return
         if ended(message):  # perhaps it was asked; whoever is there next is asked again
             poller.modify(line.socket, zmq.POLLIN | zmq.POLLOUT)
-        found = refusal(message, self._curve is not None)
-        if found is None:
+        found = refusal(message, bool(self._curves))
+        if found is None or (not found.final and line.tries_another_key(found.where)):
             return
         ask.hint = found.why
         if found.final:

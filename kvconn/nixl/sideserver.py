@@ -53,8 +53,9 @@ class HandshakeServer:
         self.dropped = 0
         self.refused = 0
         trust = trust or Trust()
-        curve = Curve.of(trust.key) if trust.key is not None else None
-        self._gate = Gate(trust, curve.client_public if curve is not None else None)
+        curves = [Curve.of(key) for key in trust.key.accepted] if trust.key is not None else []
+        curve = curves[0] if curves else None
+        self._gate = Gate(trust, [one.client_public for one in curves])
         self._told: dict[str, float] = {}
         self._next_sweep = 0.0
         self._unasked = False

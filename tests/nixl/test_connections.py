@@ -143,7 +143,7 @@ def served(server: HandshakeServer, trust: Trust) -> bool:
 
 
 def trust_of(server: HandshakeServer) -> Trust:
-    return KEYED if server._gate._client_key is not None else OPEN
+    return KEYED if server._gate._client_keys else OPEN
 
 
 def test_a_message_without_an_end_ends_with_its_connection(told: Told) -> None:

@@ -50,7 +50,7 @@ class TestRateLimit:
 
 class TestGate:
     def test_the_address_is_judged_first(self) -> None:
-        gate = Gate(Trust(allow=(network("10.0.0.0/8"),), rate=1.0), KEY)
+        gate = Gate(Trust(allow=(network("10.0.0.0/8"),), rate=1.0), [KEY])
         for _ in range(int(BURST) * 2):  # also when it has the key, and however often
             code, why = gate.connects("11.0.0.1", b"CURVE", [KEY], 0.0)
             assert code == REFUSED and "11.0.0.1 is not in kvconn.allow" in why
@@ -61,7 +61,7 @@ class TestGate:
         [(b"NULL", []), (b"CURVE", []), (b"CURVE", [b"x" * 32]), (b"CURVE", [b""]), (b"PLAIN", [KEY])],
     )
     def test_only_the_fleets_key_opens(self, mechanism: bytes, credentials: list[bytes]) -> None:
-        code, why = Gate(Trust(), KEY).connects("10.0.0.1", mechanism, credentials, 0.0)
+        code, why = Gate(Trust(), [KEY]).connects("10.0.0.1", mechanism, credentials, 0.0)
         assert code == REFUSED and "another key" in why
 
     def test_without_a_key_anybody_comes_in(self) -> None:
@@ -83,7 +83,7 @@ class TestGate:
 class TestZap:
     def test_a_question_is_answered_with_its_own_id(self) -> None:
         asked = [b"sender", b"", b"1.0", b"7", b"kvconn", b"10.0.0.1", b"", b"CURVE", KEY]
-        reply, why = Gate(Trust(), KEY).zap(asked, 0.0)
+        reply, why = Gate(Trust(), [KEY]).zap(asked, 0.0)
         assert (reply, why) == ([b"sender", b"", b"1.0", b"7", b"200", b"", b"", b""], "")
 
     @pytest.mark.parametrize("address", [b"", b"host", b"\xff\xfe", b"10.0.0.1:5"])

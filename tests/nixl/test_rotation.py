@@ -1,0 +1,85 @@
+"""A fleet changes its key one engine at a time: old, old and new, new and old, new."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from kvconn.errors import ConfigError, RequestError
+from kvconn.nixl.fence import check_signature, sign
+from kvconn.nixl.sideserver import HandshakeServer
+from kvconn.params import KvconnRef, RemoteRef
+from kvconn.trust import FleetKey, Trust, read_key
+from tests.nixl.test_addresses import ask
+from tests.nixl.test_sidechannel import port_of
+
+OLD, NEW = b"o" * 32, b"n" * 32
+STAGES = [FleetKey(OLD), FleetKey(OLD, NEW), FleetKey(NEW, OLD), FleetKey(NEW)]
+REF = RemoteRef("P", "t", "127.0.0.1", 5600, ((1, 2, 3), ()), 48, kvconn=KvconnRef(4, 99, "5" * 64, 1.5))
+#: engines of two stages that may be up together
+TOGETHER = [(a, b) for a, b in itertools.product(range(4), range(4)) if abs(a - b) <= 1]
+
+
+def signed(key: FleetKey) -> RemoteRef:
+    assert REF.kvconn is not None
+    return msgspec.structs.replace(REF, kvconn=msgspec.structs.replace(REF.kvconn, signature=sign(key, REF)))
+
+
+@pytest.mark.parametrize(("server", "client"), TOGETHER)
+def test_engines_of_neighbouring_stages_shake_hands_and_take_references(server: int, client: int) -> None:
+    made = HandshakeServer("127.0.0.1", 0, {(0, 0): b"payload"}, Trust(STAGES[server]))
+    try:
+        assert ask(port_of(made), ["127.0.0.1"], Trust(STAGES[client])).payload == b"payload"
+    finally:
+        made.close()
+    check_signature(STAGES[client], signed(STAGES[server]))
+
+
+def test_the_first_and_the_last_stage_refuse_each_other() -> None:
+    made = HandshakeServer("127.0.0.1", 0, {(0, 0): b"payload"}, Trust(STAGES[0]))
+    try:
+        why = ask(port_of(made), ["127.0.0.1"], Trust(STAGES[3]), 0.5).why
+        assert "perhaps its fleet key is not ours" in why
+        stranger = FleetKey(b"x" * 32, b"y" * 32)
+        assert "perhaps its fleet key is not ours" in ask(port_of(made), ["127.0.0.1"], Trust(stranger), 0.5).why
+    finally:
+        made.close()
+    with pytest.raises(RequestError, match="signature"):
+        check_signature(STAGES[3], signed(STAGES[0]))
+
+
+def test_among_several_addresses_each_is_tried_with_each_key() -> None:
+    made = HandshakeServer("127.0.0.1", 0, {(0, 0): b"payload"}, Trust(STAGES[3]))
+    other = HandshakeServer("127.0.0.2", port_of(made), {(0, 0): b"wrong"}, Trust(FleetKey(b"x" * 32)))
+    try:
+        found = ask(port_of(made), ["127.0.0.2", "127.0.0.3", "127.0.0.1"], Trust(STAGES[1]))
+        assert found.payload == b"payload"
+    finally:
+        made.close()
+        other.close()
+
+
+def in_file(tmp_path: Path, text: bytes) -> FleetKey:
+    file = tmp_path / "fleet.key"
+    file.write_bytes(text)
+    file.chmod(0o600)
+    return read_key(str(file))
+
+
+def test_a_file_has_a_secret_on_each_line_or_is_one_secret_of_any_bytes(tmp_path: Path) -> None:
+    def prints(key: FleetKey) -> list[str]:
+        return [one.fingerprint for one in key.accepted]
+
+    assert prints(in_file(tmp_path, OLD + b"\n" + NEW + b" \r\n\n")) == [
+        FleetKey(OLD).fingerprint,
+        FleetKey(NEW).fingerprint,
+    ]
+    for one in (b"short\n" + OLD, bytes(range(128, 160)) + b"\n" + OLD, OLD + b"\n\n" + NEW):
+        assert prints(in_file(tmp_path, one)) == [FleetKey(one).fingerprint]
+    for many in ([OLD, OLD], [bytes([65 + n]) * 32 for n in range(5)]):
+        with pytest.raises(ConfigError, match="at most 4 different secrets"):
+            in_file(tmp_path, b"\n".join(many))
+    assert repr(FleetKey(OLD, NEW)) == f"FleetKey({FleetKey(OLD).fingerprint} {FleetKey(NEW).fingerprint})"
