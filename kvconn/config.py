@@ -129,6 +129,8 @@ class NixlKvconn(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     waiting_max: Count = LIMITS.waiting_max
     peers_max: Count = LIMITS.peers_max
     progress: Literal["nixl", "pump", "poll"] = "pump"
+    #: off: small parts of a peer on this host too are read one by one, by UCX
+    batch_reads: Literal["auto", "off"] = "auto"
     #: reads from a peer that has no fence, whose bytes nothing can prove
     unfenced: Literal["allow", "refuse"] = "allow"
     #: the fleet's secret, for the side channel and for references; without it nothing is authenticated (SECURITY.md)

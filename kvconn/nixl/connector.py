@@ -199,4 +199,5 @@ def _nixl_transport(settings: NixlSettings) -> Transport:
         backends=settings.backends,
         num_threads=settings.num_threads,
         pump_interval=settings.kvconn.pump_interval,
+        batch=settings.kvconn.batch_reads == "auto",
     )

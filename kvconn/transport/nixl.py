@@ -13,13 +13,15 @@ Rules (F1 to F8 are docs/design.md, section 2; measured on nixl 1.5.1)
 5. A handle that is not final is never released and its peer never removed (C6). The one exception is
    :meth:`NixlTransport.close`, which destroys the agent, and after that nothing lands (F1).
 6. What NIXL raises ends here: callers see ``TransportError``, which says whose fault it is and what to do.
-7. The environment that UCX reads is settled before nixl is loaded (``prepare_ucx_env``); what the user set stands.
+7. Many small parts of a process on this host are read by :mod:`~kvconn.transport.near`, and are quiet at once.
+8. The environment that UCX reads is settled before nixl is loaded (``prepare_ucx_env``); what the user set stands.
 """
 
 from __future__ import annotations
 
 import importlib
 import logging
+import os
 import threading
 import uuid
 import weakref
@@ -28,13 +30,14 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 
 from kvconn.errors import TransportError
 from kvconn.transport import blame
 from kvconn.transport.base import Descs, HandleState, MemoryRegion, MemType, Progress, Transport
 from kvconn.transport.blob import damage
+from kvconn.transport.near import Near, may_be_near, whereabouts, worth_it
 from kvconn.transport.pacing import Round
+from kvconn.transport.parts import Spans, joined
 from kvconn.transport.pump import Pump, event_sets
 from kvconn.transport.ucx import cma_usable, prepare_ucx_env
 
@@ -78,10 +81,12 @@ class _Gate:
 class _Peer:
     """One loaded agent."""
 
-    __slots__ = ("blob", "lost", "probe", "probed")
+    __slots__ = ("blob", "lost", "near", "probe", "probed")
 
-    def __init__(self, blob: bytes) -> None:
+    def __init__(self, blob: bytes, near: Near | None) -> None:
         self.blob = blob
+        #: its process, where many small parts of it are read at once.
+        self.near = near
         #: its read of no bytes (rule 3), made at the first DONE.
         self.probe: Any = None
         self.probed = False  # posted at least once; NIXL takes asking before that for an error
@@ -94,11 +99,13 @@ class _Read:
 
     __slots__ = ("native", "nbytes", "origin", "peer", "reason", "state")
 
-    def __init__(self, peer: str, nbytes: int, native: Any, origin: tuple[Any, ...]) -> None:
+    def __init__(
+        self, peer: str, nbytes: int, native: Any, origin: tuple[Any, ...], state: HandleState = HandleState.PENDING
+    ) -> None:
         self.peer = peer
         self.nbytes = nbytes
         self.native = native
-        self.state = HandleState.PENDING
+        self.state = state
         self.reason = ""
         #: the first part's place on both sides, for the read of no bytes (rule 3).
         self.origin = origin
@@ -121,8 +128,11 @@ class NixlTransport(Transport):
         name: str | None = None,
         pump_interval: float = 200e-6,
         max_notifications: int = MAX_NOTIFICATIONS,
+        batch: bool = True,
     ) -> None:
-        self.name = name or str(uuid.uuid4())
+        prepare_ucx_env()
+        self._batch = batch and "UCX" in backends and may_be_near(os.environ.get("UCX_TLS", "all"))
+        self.name = name or f"{uuid.uuid4()}{whereabouts() if self._batch else ''}"
         self.progress: Progress = progress
         self.backends = tuple(backends)
         #: notifications thrown away because nobody fetched the ones before them.
@@ -134,6 +144,7 @@ class NixlTransport(Transport):
         self._posted = 0
         self._peers: dict[str, _Peer] = {}
         self._regions: list[Any] = []
+        self._memory = Spans()  # what of it is DRAM
         self._inbox: deque[tuple[str, bytes]] = deque()
         self._inbox_bytes = 0
         self._arrivals = 0  # how often some came
@@ -166,6 +177,8 @@ class NixlTransport(Transport):
             for mem_type, rows in by_type.items():
                 try:
                     self._regions.append(agent.register_memory(np.array(rows, np.int64), mem_type))
+                    if mem_type == "DRAM":
+                        self._memory.add(np.array(rows, np.int64))
                 except Exception as err:
                     total = sum(length for _, length, _ in rows)
                     raise blame.mapped(err, f"register {len(rows)} {mem_type} regions, {total} bytes") from err
@@ -204,7 +217,7 @@ class NixlTransport(Transport):
                 name = raw.decode()
             except Exception as err:
                 raise blame.mapped(err, f"add_peer from a blob of {len(blob)} bytes") from err
-            self._peers[name] = _Peer(blob)
+            self._peers[name] = _Peer(blob, Near.meet(name) if self._batch else None)
             return name
 
     def _shape_is_known(self, agent: Any) -> bool:
@@ -225,6 +238,7 @@ class NixlTransport(Transport):
                     f"remove_peer {peer}: {len(held)} of our reads from it are not known to be quiet (handles "
                     f"{blame.some(held)}); removing it would not stop them. A fault of ours: drain the peer first"
                 )
+            _move_away(self._peers[peer])
             probe = self._peers.pop(peer).probe
             try:
                 if probe is not None:
@@ -269,13 +283,17 @@ class NixlTransport(Transport):
         Parts that go on where the one before ended, on both sides, become one: every part costs microseconds (F3).
         Over CMA the copying happens in here. When the error carries a handle, parts may be under way (F4).
         """
-        theirs, ours = _parts(remote, local, remote_device, local_device)
+        theirs, ours = joined(remote, local, remote_device, local_device)
         nbytes = int(ours[:, 1].sum())
         what = f"read of {len(ours)} parts, {nbytes} bytes from {peer}"
         with self._gate:
             agent = self._open("post_read")
             if peer not in self._peers:
                 raise blame.unknown_peer("post_read", peer)
+            if local_mem == remote_mem == "DRAM" and self._read_near(self._peers[peer], ours, theirs, nbytes):
+                handle, self._next_handle = self._next_handle, self._next_handle + 1
+                self._reads[handle] = _Read(peer, nbytes, None, (), HandleState.DONE)
+                return handle
             try:
                 native = agent.initialize_xfer(
                     "READ", agent.get_xfer_descs(ours, local_mem), agent.get_xfer_descs(theirs, remote_mem), peer
@@ -368,6 +386,7 @@ class NixlTransport(Transport):
                 _give_back(read, forget_agent=True)
             while self._peers:
                 _, peer = self._peers.popitem()
+                _move_away(peer)
                 if peer.probe is not None:
                     peer.probe.release()
                     peer.probe._agent = None
@@ -409,6 +428,15 @@ class NixlTransport(Transport):
         return self._posted
 
     # -- under the gate
+
+    def _read_near(self, peer: _Peer, ours: Descs, theirs: Descs, nbytes: int) -> bool:
+        """Read it here and now, if that is quicker; False: NIXL is asked, now and for good where it did not work."""
+        if peer.near is None or not worth_it(len(ours), nbytes) or not self._memory.hold(ours):
+            return False
+        if not peer.near.read(ours, theirs):
+            _move_away(peer)
+            return False
+        return True
 
     def _open(self, what: str) -> Any:
         if self._agent is None:
@@ -495,7 +523,7 @@ class NixlTransport(Transport):
 
 
 def _make_agent(name: str, progress: Progress, backends: tuple[str, ...], num_threads: int) -> Any:
-    """A native agent. Nothing in this process may have loaded nixl before the environment is settled (rule 7)."""
+    """A native agent. Nothing in this process may have loaded nixl before the environment is settled (rule 8)."""
     prepare_ucx_env()
     try:
         api = importlib.import_module("nixl._api")
@@ -523,41 +551,11 @@ def _names(blob: bytes, name: str) -> bool:
     return len(text).to_bytes(8, "little") + text + b"|" in blob
 
 
-def _parts(remote: Descs, local: Descs, remote_device: int, local_device: int) -> tuple[Descs, Descs]:
-    """Both sides as NIXL wants them, ``(address, length, device)``, with adjacent parts merged.
-
-    They are checked here because NIXL does not: it copies the local length from wherever the remote address points.
-    """
-    for side, descs in (("local", local), ("remote", remote)):
-        if descs.ndim != 2 or descs.shape[1] != 2 or not len(descs) or descs.dtype != np.int64:
-            raise TransportError(
-                f"post_read: expected {side} as a non-empty int64 array of shape (n, 2), got {descs.dtype} of shape "
-                f"{descs.shape}; a fault of ours"
-            )
-        if descs[:, 0].min() <= 0:  # NIXL lets one pass whose end wraps to zero, and writes there
-            raise TransportError(f"post_read: {side} address {int(descs[:, 0].min())}; a fault of ours")
-    lengths = local[:, 1]
-    if len(local) != len(remote) or (lengths != remote[:, 1]).any():
-        raise TransportError(
-            f"post_read: {len(local)} local parts of {int(lengths.sum())} bytes do not pair with {len(remote)} "
-            f"remote parts of {int(remote[:, 1].sum())} bytes; a fault of ours"
-        )
-    if lengths.min() <= 0:
-        raise TransportError(f"post_read: a part of {int(lengths.min())} bytes; a fault of ours")
-    if len(local) > 1:
-        starts = np.ones(len(local), np.bool_)
-        starts[1:] = (np.diff(local[:, 0]) != lengths[:-1]) | (np.diff(remote[:, 0]) != lengths[:-1])
-        first = np.flatnonzero(starts)
-        local, remote, lengths = local[first], remote[first], np.add.reduceat(lengths, first)
-    return _rows(remote, lengths, remote_device), _rows(local, lengths, local_device)
-
-
-def _rows(descs: Descs, lengths: npt.NDArray[np.int64], device: int) -> Descs:
-    rows = np.empty((len(descs), 3), np.int64)
-    rows[:, 0] = descs[:, 0]
-    rows[:, 1] = lengths
-    rows[:, 2] = device
-    return rows
+def _move_away(peer: _Peer) -> None:
+    """What is read of it from now on is read by NIXL."""
+    if peer.near is not None:
+        peer.near.close()
+        peer.near = None
 
 
 def _give_back(read: _Read, forget_agent: bool = False) -> None:

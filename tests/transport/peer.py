@@ -384,6 +384,14 @@ class Served(Memory):
         """Drop the transport without closing it."""
         self.transport = None
 
+    def near(self, peer: str) -> bool:
+        """Whether many small parts of this peer are read at once."""
+        return self.transport._peers[peer].near is not None
+
+    def probed(self, peer: str) -> bool:
+        """Whether NIXL has brought anything of this peer yet."""
+        return self.transport._peers[peer].probe is not None
+
     def get(self, attribute: str) -> Any:
         return getattr(self.transport, attribute)
 

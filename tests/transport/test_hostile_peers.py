@@ -76,7 +76,7 @@ def test_nixl_never_sees_a_damaged_one(blob: bytes, monkeypatch: pytest.MonkeyPa
         with monkeypatch.context() as patch:
             patch.setattr(transport._agent, "add_remote_agent", lambda blob: pytest.fail("NIXL was given it"))
             with pytest.raises(TransportError, match="the peer sent a damaged blob: "):
-                transport.add_peer(blob.replace(b"Agent\x24", b"Agent\xff"))
+                transport.add_peer(blob.replace(b"nixlSerDes|Agent", b"nixlSerDes|Agent\xff"))
     finally:
         transport.close()
 

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from kvconn.errors import TransportError
-from kvconn.transport import nixl, ucx
+from kvconn.transport import ucx
+from kvconn.transport.parts import joined
 from tests.transport.peer import ANY, ROOT, TCP, Child, ChildError, until
 
 pytestmark = pytest.mark.timeout(60)
@@ -220,7 +221,7 @@ def test_memory_that_nobody_registered_is_refused_before_anything_is_posted(shar
 )
 def test_descriptors_are_checked(local: list[list[int]], remote: list[list[int]], says: str) -> None:
     with pytest.raises(TransportError, match=says):
-        nixl._parts(np.array(remote, np.int64), np.array(local, np.int64), 0, 0)
+        joined(np.array(remote, np.int64), np.array(local, np.int64), 0, 0)
 
 
 def test_empty_and_mistyped_descriptors_are_refused() -> None:
@@ -228,13 +229,13 @@ def test_empty_and_mistyped_descriptors_are_refused() -> None:
     bad: Any
     for bad in (np.empty((0, 2), np.int64), good.astype(np.uint64), good.astype(np.float64), good[0]):
         with pytest.raises(TransportError, match="expected local"):
-            nixl._parts(good, bad, 0, 0)
+            joined(good, bad, 0, 0)
 
 
 def test_adjacent_parts_are_merged_only_when_both_sides_go_on() -> None:
     local = np.array([[100, 10], [110, 20], [130, 5], [200, 5]], np.int64)
     remote = np.array([[1000, 10], [1010, 20], [1999, 5], [2004, 5]], np.int64)
-    theirs, ours = nixl._parts(remote, local, 3, 4)
+    theirs, ours = joined(remote, local, 3, 4)
     assert ours.tolist() == [[100, 30, 4], [130, 5, 4], [200, 5, 4]]
     assert theirs.tolist() == [[1000, 30, 3], [1999, 5, 3], [2004, 5, 3]]
 

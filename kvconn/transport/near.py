@@ -1,0 +1,128 @@
+"""The memory of another process on this host, many parts by one system call.
+
+UCX's cma makes a request and a system call of its own for every part. ``process_vm_readv`` takes 1024 parts at once,
+and the rest is most of what small parts cost (docs/performance.md).
+
+Rules
+1. It is the call that UCX's cma makes, and is made only where UCX may make it, on either side: a process whose UCX may
+   not says nothing of itself.
+2. An agent's name says where its process lives: boot and pid namespace, pid, start time. A pidfd is held, and the
+   process behind it is alive after the copy: so it was that process that was read, and not one that got its pid.
+3. What was asked for has all come when the call returns, and nothing is under way then. Whatever is not that, NIXL is
+   asked for instead, and it says what is wrong.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import select
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from kvconn.transport.base import Descs
+from kvconn.transport.ucx import cma_usable
+
+__all__ = ["Near", "may_be_near", "whereabouts", "worth_it"]
+
+#: parts of one call: the kernel's IOV_MAX
+AT_ONCE: Final = 1024
+#: measured, docs/performance.md: fewer or larger parts are as quick by NIXL
+FEWEST: Final = 8
+LARGEST: Final = 64 << 10
+_PROC: Final = Path("/proc")
+
+
+def worth_it(parts: int, nbytes: int) -> bool:
+    """Are these parts so many and so small that reading them at once saves time?"""
+    return parts >= FEWEST and nbytes < parts * LARGEST
+
+
+def may_be_near(tls: str) -> bool:
+    """Does ``UCX_TLS`` leave UCX its cma, and do the kernel and this process's sandbox?"""
+    names = set(tls.lower().removeprefix("^").replace(" ", "").split(","))
+    chosen = bool(names & {"all", "cma", "sm", "shm"})
+    return chosen != tls.startswith("^") and hasattr(os, "pidfd_open") and _readv() is not None and cma_usable()
+
+
+def whereabouts() -> str:
+    """Of this process, for the end of its agent's name; empty where ``/proc`` does not say."""
+    try:
+        return f"@{_host()}.{os.getpid()}.{_began(os.getpid())}"
+    except (OSError, ValueError, IndexError):
+        return ""
+
+
+def _host() -> str:
+    """Processes that see each other under their pids have this in common."""
+    boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()
+    return hashlib.sha256(f"{boot} {os.readlink(_PROC / 'self/ns/pid')}".encode()).hexdigest()[:16]
+
+
+def _began(pid: int) -> int:
+    """Its start, in the kernel's ticks. The command in front of it may hold anything."""
+    return int((_PROC / str(pid) / "stat").read_bytes().rpartition(b")")[2].split()[19])
+
+
+def _readv() -> Any:
+    call = getattr(ctypes.CDLL(None, use_errno=True), "process_vm_readv", None)
+    if call is not None:
+        call.restype = ctypes.c_ssize_t
+        call.argtypes = [ctypes.c_int, *(ctypes.c_void_p, ctypes.c_ulong) * 2, ctypes.c_ulong]
+    return call
+
+
+class Near:
+    """The process of a peer's agent. Use :meth:`meet`."""
+
+    def __init__(self, pid: int, pidfd: int) -> None:
+        self._pid = pid
+        self._pidfd = pidfd
+        self._call = _readv()
+        self._alive = select.poll()
+        self._alive.register(pidfd, select.POLLIN)
+
+    @classmethod
+    def meet(cls, name: str) -> Near | None:
+        """The process that this agent's name tells of, if it lives on this host; a name may say anything (C9)."""
+        parts = name.rpartition("@")[2].split(".")
+        if len(parts) != 3 or not all(one.isascii() and one.isdigit() and len(one) < 20 for one in parts[1:]):
+            return None
+        pid, began = int(parts[1]), int(parts[2])
+        pidfd = -1
+        try:
+            if parts[0] != _host() or not 0 < pid < 1 << 31:
+                return None
+            pidfd = os.pidfd_open(pid)
+            if _began(pid) == began:
+                near = cls(pid, pidfd)
+                pidfd = -1
+                return near
+        except (OSError, ValueError, IndexError):
+            pass
+        finally:
+            if pidfd >= 0:
+                os.close(pidfd)
+        return None
+
+    def read(self, local: Descs, remote: Descs) -> bool:
+        """Copy ``remote[i]`` of it to ``local[i]`` for every i; False when not all of it is known to have come."""
+        here, there = np.ascontiguousarray(local[:, :2]), np.ascontiguousarray(remote[:, :2])
+        for start in range(0, len(here), AT_ONCE):
+            mine, theirs = here[start : start + AT_ONCE], there[start : start + AT_ONCE]
+            got = self._call(self._pid, mine.ctypes.data, len(mine), theirs.ctypes.data, len(theirs), 0)
+            if got != int(mine[:, 1].sum()):
+                return False
+        return not self._alive.poll(0)
+
+    def close(self) -> None:
+        """Idempotent."""
+        pidfd, self._pidfd = self._pidfd, -1
+        if pidfd >= 0:
+            os.close(pidfd)
+
+    def __repr__(self) -> str:
+        return f"<Near pid {self._pid}>"

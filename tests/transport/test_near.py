@@ -1,0 +1,192 @@
+"""Many small parts of a process on this host: what comes, whose memory it is, and when NIXL is asked instead."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvconn.transport import ucx
+from kvconn.transport.near import AT_ONCE, Near, may_be_near, whereabouts, worth_it
+from kvconn.transport.parts import Spans
+from tests.transport.peer import ANY, TCP, ChildError, until
+from tests.transport.test_nixl_transport import MIB, PAGE, SIZE, Pair, make_pair
+
+needs_cma = pytest.mark.skipif(not ucx.cma_usable(), reason="process_vm_readv between processes is not permitted here")
+pytestmark = [pytest.mark.timeout(60), needs_cma]
+#: every other page, last first: nothing joins
+SCATTERED = [(off, PAGE) for off in range(SIZE - 2 * PAGE, 0, -2 * PAGE)]
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    with ExitStack() as stack:
+        yield make_pair(stack, ANY)
+
+
+def fds() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_the_bytes_are_exact_and_nothing_else_is_touched(pair: Pair) -> None:
+    assert len(SCATTERED) > AT_ONCE
+    pair.p("scramble", 1)
+    pair.d("scramble", 2)
+    expected, source = bytearray(pair.d("read", 0, SIZE)), pair.p("read", 0, SIZE)
+
+    handle = pair.post(*SCATTERED)
+
+    assert pair.d("state", handle) == "DONE"
+    assert not pair.d("probed", pair.p_name), "NIXL was asked"
+    pair.d("call", "release", handle)
+    for off, length in SCATTERED:
+        expected[off : off + length] = source[off : off + length]
+    assert pair.d("read", 0, SIZE) == bytes(expected)
+
+
+def test_few_or_large_parts_are_read_by_nixl(pair: Pair) -> None:
+    handle = pair.post(*[(off, MIB // 2) for off in range(0, SIZE, MIB)])
+    assert pair.d("ended", handle) == "DONE"
+    assert pair.d("probed", pair.p_name)
+    assert pair.d("near", pair.p_name)
+
+
+def test_a_part_outside_of_our_registered_memory_is_refused_and_nothing_written(pair: Pair) -> None:
+    pair.p("scramble", 1)
+    before = pair.d("read", 0, SIZE)
+    with pytest.raises(ChildError, match="read of"):
+        pair.post(*SCATTERED, (SIZE, PAGE))
+    assert pair.d("read", 0, SIZE) == before
+
+
+def test_what_the_kernel_refuses_is_nixls_to_refuse(pair: Pair) -> None:
+    parts = [(off, pair.p_address + off, PAGE) for off, _ in SCATTERED]
+    with pytest.raises(ChildError, match="read of"):
+        pair.d("post", pair.p_name, [*parts, (0, 1 << 20, PAGE)])
+    assert not pair.d("near", pair.p_name), "it is not tried again"
+    handle = pair.post(*SCATTERED)
+    assert pair.d("ended", handle) == "DONE"
+
+
+def test_a_dead_peer_is_not_read(pair: Pair) -> None:
+    pair.meet()
+    pair.p.kill()
+    try:
+        state = pair.d("ended", pair.post(*SCATTERED))
+    except ChildError as err:
+        state = err.type_name
+    assert state in ("ERR", "TransportError")
+    assert not pair.d("near", pair.p_name)
+
+
+def test_switched_off_or_where_ucx_may_not_use_cma_nixl_reads() -> None:
+    for env, settings in ((TCP, {}), ({"UCX_TLS": "^cma"}, {}), (ANY, {"batch": False})):
+        with ExitStack() as stack:
+            pair = make_pair(stack, env, **settings)
+            assert "@" not in pair.p_name
+            assert not pair.d("near", pair.p_name)
+            assert pair.d("ended", pair.post(*SCATTERED)) == "DONE"
+
+
+def test_a_peer_that_may_not_be_read_so_says_nothing_of_its_process() -> None:
+    with ExitStack() as stack:
+        networked = make_pair(stack, TCP).p_blob
+        near = make_pair(stack, ANY)
+        name = near.d("call", "add_peer", networked)
+        assert not near.d("near", name)
+
+
+def test_removing_a_peer_and_closing_forget_its_process(pair: Pair) -> None:
+    pair.d("call", "remove_peer", pair.p_name)
+    assert pair.d("call", "add_peer", pair.p_blob) == pair.p_name
+    assert pair.d("near", pair.p_name)
+    pair.d("call", "close")
+
+
+# -- whose memory
+
+
+@pytest.fixture
+def other() -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE) as process:
+        yield process
+        process.kill()
+
+
+def name_of(pid: int, later: int = 0) -> str:
+    """As an agent of that process would be called; of one that began so much later, with a pid that was used before."""
+    host = whereabouts().rpartition("@")[2].split(".")[0]
+    began = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    return f"some-agent@{host}.{pid}.{began + later}"
+
+
+def test_a_process_is_met_by_its_name(other: subprocess.Popen[bytes]) -> None:
+    before = fds()
+    near = Near.meet(name_of(other.pid))
+    assert near is not None
+    assert repr(near) == f"<Near pid {other.pid}>"
+    near.close()
+    near.close()
+    assert fds() == before
+
+
+def test_names_that_tell_of_nobody_here_are_met_with_nobody(other: subprocess.Popen[bytes]) -> None:
+    before = fds()
+    host, pid, began = name_of(other.pid).split("@")[1].split(".")
+    for name in (
+        "", "no-place", "@", "x@..", "x@a.b", f"x@{host}.{pid}", f"x@{host}.-1.{began}", f"x@{host}.0.{began}",
+        f"x@{host}.{1 << 40}.{began}", f"x@{host}.٣.{began}", f"x@{host}.{pid}.{'9' * 500}",
+        f"x@0123456789abcdef.{pid}.{began}",
+        name_of(other.pid, later=1), f"x@{host}.{pid}.{began}.1",
+    ):  # fmt: skip
+        assert Near.meet(name) is None, name
+    assert fds() == before
+
+
+def test_a_process_that_ended_meanwhile_gives_nothing(other: subprocess.Popen[bytes]) -> None:
+    """Its pid may be another's by then: the copy itself may succeed and does not count."""
+    near = Near.meet(name_of(os.getpid()))
+    gone = Near.meet(name_of(other.pid))
+    assert near is not None
+    assert gone is not None
+    here, there = np.zeros(64, np.uint8), np.arange(64, dtype=np.uint8)
+    local, remote = (np.array([[one.ctypes.data + i * 8, 8] for i in range(8)], np.int64) for one in (here, there))
+    assert near.read(local, remote)
+    assert (here == there).all()
+    other.send_signal(signal.SIGKILL)
+    until(lambda: bool(gone._alive.poll(0)), "the other process to end")
+    gone._pid = os.getpid()  # who has its pid now
+    assert not gone.read(local, remote)
+
+
+# -- what is decided
+
+
+def test_it_is_worth_it_for_many_small_parts() -> None:
+    assert worth_it(8192, 32 * MIB)
+    assert not worth_it(7, 7 * PAGE)
+    assert not worth_it(16, 16 * MIB)
+
+
+@pytest.mark.parametrize(
+    ("tls", "may"),
+    [("all", True), ("cma,tcp", True), ("sm,self", True), ("tcp", False), ("^cma", False), ("^tcp", True)],
+)
+def test_ucx_tls_is_obeyed(tls: str, may: bool) -> None:
+    assert may_be_near(tls) is may
+
+
+def test_spans_hold_what_lies_in_one_of_them() -> None:
+    spans = Spans()
+    assert not spans.hold(np.array([[100, 1, 0]], np.int64))
+    spans.add(np.array([[200, 50, 0], [100, 50, 0]], np.int64))
+    assert spans.hold(np.array([[100, 50, 0], [249, 1, 0], [210, 10, 0]], np.int64))
+    for outside in ([99, 2], [149, 2], [150, 1], [249, 2], [300, 1], [1, 1]):
+        assert not spans.hold(np.array([[100, 1], outside], np.int64)), outside
