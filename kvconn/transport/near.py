@@ -31,8 +31,8 @@ __all__ = ["Near", "may_be_near", "whereabouts", "worth_it"]
 #: parts of one call: the kernel's IOV_MAX
 AT_ONCE: Final = 1024
 #: measured, docs/performance.md: fewer or larger parts are as quick by NIXL
-FEWEST: Final = 8
-LARGEST: Final = 64 << 10
+FEWEST: Final = 16
+LARGEST: Final = 256 << 10
 _PROC: Final = Path("/proc")
 
 

@@ -52,7 +52,7 @@ def test_the_bytes_are_exact_and_nothing_else_is_touched(pair: Pair) -> None:
 
 
 def test_few_or_large_parts_are_read_by_nixl(pair: Pair) -> None:
-    handle = pair.post(*[(off, MIB // 2) for off in range(0, SIZE, MIB)])
+    handle = pair.post(*[(off, MIB // 2) for off in range(0, SIZE, MIB)])  # of 16 parts
     assert pair.d("ended", handle) == "DONE"
     assert pair.d("probed", pair.p_name)
     assert pair.d("near", pair.p_name)
@@ -171,7 +171,7 @@ def test_a_process_that_ended_meanwhile_gives_nothing(other: subprocess.Popen[by
 
 def test_it_is_worth_it_for_many_small_parts() -> None:
     assert worth_it(8192, 32 * MIB)
-    assert not worth_it(7, 7 * PAGE)
+    assert not worth_it(15, 15 * PAGE)
     assert not worth_it(16, 16 * MIB)
 
 
