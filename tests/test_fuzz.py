@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from kvconn.nixl.connections import Connections
 from tests.fuzz import parsers
 from tests.fuzz.__main__ import fuzz
 from tests.fuzz.mutate import mutated, mutated_bytes
@@ -48,6 +49,8 @@ def test_nothing_escapes_no_thread_ends_and_memory_is_flat() -> None:
         ("tests.fuzz.parsers", "numeric", lambda text: text, "hosts"),
         ("kvconn.nixl.wire", "MAX_FRAME", "many", "engines"),
         ("kvconn.nixl.contacts", "PeerError", KeyError, "engines"),
+        ("kvconn.nixl.handshake", "missing", lambda ours, plans: 1 / 0, "ranks"),
+        ("tests.fuzz.ranks", "Connections", lambda *args: Connections(1, 99, *args[2:]), "connections"),
     ],
 )
 def test_a_broken_guard_is_found(

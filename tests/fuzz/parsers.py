@@ -60,6 +60,7 @@ from kvconn.params import (
 from kvconn.transport.blob import damage
 from kvconn.trust import FleetKey, Trust, load_trust, numeric, read_key
 from tests.fuzz.mutate import TEXTS, junk, mutated, mutated_bytes
+from tests.fuzz.ranks import connections, ranks
 
 __all__ = ["PARSERS"]
 
@@ -97,7 +98,7 @@ def gate(draw: random.Random) -> bool:
     return not why
 
 
-GATE = Gate(Trust(allow=(network("127.0.0.0/8"),), rate=1e9), b"k" * 32)
+GATE = Gate(Trust(allow=(network("127.0.0.0/8"),), rate=1e9), [b"k" * 32])
 
 
 def notifications(draw: random.Random) -> bool:
@@ -231,7 +232,9 @@ def _settings(parsed: KVTransferConfig) -> None:
 
 def keys(draw: random.Random) -> bool:
     """A key file's content, mode and name."""
-    FILE.write_bytes(mutated_bytes(draw, b"s" * draw.choice((0, 31, 32, 64, 4096, 5000)) + b"\n"))
+    FILE.write_bytes(
+        mutated_bytes(draw, (b"s" * draw.choice((0, 31, 32, 64, 4096, 5000)) + b"\n") * draw.choice((1, 2)))
+    )
     FILE.chmod(draw.choice((0o600, 0o600, 0o400, 0o644, 0o660)))
     name = str(FILE) if draw.random() < 0.8 else draw.choice(TEXTS)
     try:
@@ -285,4 +288,5 @@ def blobs(draw: random.Random) -> bool:
 #: target -> its share of all cases
 PARSERS = {
     requests: 12, gate: 8, notifications: 14, params: 16, config: 5, traces: 4, keys: 2, hosts: 8, blobs: 10,
+    ranks: 4, connections: 4,
 }  # fmt: skip
