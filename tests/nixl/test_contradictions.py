@@ -56,8 +56,9 @@ def without(frame: bytes, region: int) -> bytes:
     lists = ("kv_caches_base_addr", "block_lens", "block_strides", "region_num_blocks", "region_group_ids",
              "region_names", "region_mem_types")  # fmt: skip
     change: dict[str, Any] = {name: _but(getattr(metadata, name), region) for name in lists}
-    assert metadata.kvconn is not None
-    return edit(frame, change | {"kvconn.cells": _but(metadata.kvconn.cells, region)})
+    ours = msgspec.structs.asdict(metadata.kvconn) if metadata.kvconn is not None else {}
+    more = {f"kvconn.{name}": _but(value, region) for name, value in ours.items() if isinstance(value, list)}
+    return edit(frame, change | more)
 
 
 def _but(values: Any, index: int) -> Any:
@@ -167,8 +168,26 @@ def test_a_rank_that_hides_a_layer_is_found(name: str) -> None:
     assert ("layer layers." in why and "in no stage" in why) or "impossible: 0 regions" in why, why
 
 
+@pytest.mark.parametrize("odd", [(0, 0), (0, 1)])
+def test_of_a_stock_peer_one_rank_that_lands_in_order_beside_one_that_must_be_put_in_order_is_found(
+    odd: tuple[int, int],
+) -> None:
+    """It says no more of its ranks than a layout's name; to put the one in order would undo the other."""
+    pair = Pair(SHAPES["tp 2 to 1"])
+    with listening() as told:
+        for rank, frame in pair.honest.items():
+            pair.answers[rank] = edit(frame, {"kvconn": None, "kv_cache_layout": "LBNHC" if rank == odd else "LBHNC"})
+        why = pair.load()
+        assert "layout of layers.0.kv: ours one, theirs several" in why, why
+        assert len([line for line in told.take() if "load of" in line]) == 1
+        pair.answers[odd] = edit(pair.honest[odd], {"kvconn": None, "kv_cache_layout": "LBHNC"})
+        pair.d.workers[0].worker._contacts._peers.clear()  # type: ignore[attr-defined]
+        assert pair.load() == ""
+        pair.close()
+
+
 NUMBERS = st.sampled_from([0, 1, 2, 3, 4, 7, 8, 15, 16, 17, 31, 32, 64, 2047, 2048, 4096, 1 << 40])
-TEXTS = st.sampled_from(["", "P", "another", "layers.0.kv", "layers.1.kv", "DRAM", "VRAM", "uint8", "HND", "NHD"])
+TEXTS = st.sampled_from(["", "P", "another", "layers.0.kv", "layers.1.kv", "DRAM", "VRAM", "uint8", "LBNHC", "LBHNC"])
 CELLS = st.builds(Cells, NUMBERS, NUMBERS, NUMBERS, NUMBERS, NUMBERS, NUMBERS)
 
 
