@@ -3,9 +3,9 @@
 Rules
 1. An id is finished when every rank of the world (or a quorum the operator named) has reported it (C2, C3).
 2. A rank's duplicate changes nothing but :attr:`KVOutputAggregator.duplicates`.
-3. The aggregator knows no lives. With :meth:`~KVOutputAggregator.expect` the engine opens a fresh entry; without
-   it the stock rule applies: a completed *send* is absorbed from a bounded LRU, a *receive* after completion opens a
-   new entry (C4).
+3. The aggregator knows no lives. With :meth:`~KVOutputAggregator.expect` the engine opens a fresh entry; what is said
+   of one that completed is absorbed, from a bounded LRU, until the next. Without it the stock rule applies: a completed
+   *send* is absorbed as well, a *receive* after completion opens a new entry (C4).
 4. Nothing is lost while the output rank has nothing to say: completions, facts, stats and events wait for the next
    call.
 5. Entries nobody expected are bounded; the oldest is dropped and counted.
@@ -61,6 +61,8 @@ class KVOutputAggregator:
         self._entries: dict[tuple[Direction, str], _Entry] = {}
         self._unexpected: OrderedDict[tuple[Direction, str], None] = OrderedDict()
         self._sent: OrderedDict[str, None] = OrderedDict()
+        #: receives that were expected and are complete
+        self._received: OrderedDict[str, None] = OrderedDict()
         self._done: dict[Direction, set[str]] = {"send": set(), "recv": set()}
         #: ids in ``_done["recv"]`` that some rank called failed.
         self._failed: set[str] = set()
@@ -89,10 +91,12 @@ class KVOutputAggregator:
         self._unexpected.pop(key, None)
         self._entries[key] = _Entry(now, expected=True)
         self._done[direction].discard(id)
-        if direction == "send":
-            self._sent.pop(id, None)
-        else:
+        self._memory_of(direction).pop(id, None)
+        if direction == "recv":
             self._failed.discard(id)
+
+    def _memory_of(self, direction: Direction) -> OrderedDict[str, None]:
+        return self._sent if direction == "send" else self._received
 
     def aggregate(self, outputs: Sequence[Any], output_rank: int = 0, now: float | None = None) -> Any:
         """Join ``outputs`` (index = rank, entries may be None) and return the output rank's, completed.
@@ -131,7 +135,7 @@ class KVOutputAggregator:
     def _note_failed(self, id: str, now: float | None) -> None:
         if id in self._done["recv"]:  # complete, waiting for the output rank
             self._failed.add(id)
-        else:
+        elif id not in self._received or ("recv", id) in self._entries:
             self._entry(("recv", id), now).failed = True
 
     def _entry(self, key: tuple[Direction, str], now: float | None) -> _Entry:
@@ -143,8 +147,9 @@ class KVOutputAggregator:
 
     def _report(self, direction: Direction, id: str, rank: int, now: float | None) -> None:
         key = (direction, id)
-        if direction == "send" and id in self._sent and key not in self._entries:
-            self._sent.move_to_end(id)
+        memory = self._memory_of(direction)
+        if id in memory and key not in self._entries:
+            memory.move_to_end(id)
             self.duplicates += 1
             return
         entry = self._entry(key, now)
@@ -162,10 +167,11 @@ class KVOutputAggregator:
         self._done[direction].add(id)
         if entry.failed:
             self._failed.add(id)
-        if direction == "send":
-            self._sent[id] = None
-            while len(self._sent) > self._memory:
-                self._sent.popitem(last=False)
+        if direction == "send" or entry.expected:
+            memory = self._memory_of(direction)
+            memory[id] = None
+            while len(memory) > self._memory:
+                memory.popitem(last=False)
 
     def _trim(self) -> None:
         while len(self._unexpected) > self._memory:

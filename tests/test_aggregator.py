@@ -230,6 +230,21 @@ class TestExpect:
         again = part(aggregator.aggregate([received("q"), received("q")]))
         assert (again.finished_recving, again.failed_recving) == ({"q"}, None)
 
+    def test_what_is_said_again_of_an_expected_receive_opens_nothing_until_the_next_is_expected(self) -> None:
+        aggregator = KVOutputAggregator(2, memory=4)
+        aggregator.expect("recv", "r")
+        assert part(aggregator.aggregate([received("r"), received("r", failed=("r",))])).failed_recving == {"r"}
+        again = part(aggregator.aggregate([received("r", failed=("r",)), Output()]))
+        assert (again.finished_recving, again.failed_recving) == (None, None)
+        assert (aggregator.pending(), aggregator.duplicates) == ([], 1)
+        aggregator.expect("recv", "r")
+        result = part(aggregator.aggregate([received("r"), received("r")]))
+        assert (result.finished_recving, result.failed_recving) == ({"r"}, None)
+        for index in range(9):
+            aggregator.expect("recv", f"r{index}")
+            aggregator.aggregate([received(f"r{index}"), received(f"r{index}")])
+        assert len(aggregator._received) == 4
+
     def test_expected_entries_are_not_dropped_to_stay_bounded(self) -> None:
         aggregator = KVOutputAggregator(2, memory=3)
         aggregator.aggregate([sent("r0"), None])  # nobody expected it yet

@@ -3,8 +3,8 @@
 Rules
 1. A step has two halves: :meth:`Engine.begin` schedules and lets ranks run it, :meth:`Engine.end` hands the scheduler
    what came back. Anything may happen between them.
-2. Rank 0 runs with the step; another rank that lags runs its steps later, in order. What a rank has to say may be
-   handed over later than that, or twice.
+2. Ranks that serve or read run with the step; a replica that lags runs its steps later, in order. What a rank has to
+   say may be handed over later than that, or twice.
 3. KV is a hash of the token's prefix, so that every byte has one right value. A forward first reads all KV before it,
    as attention does: a byte that is not the prompt's is violation (a).
 4. A harsh pool forgets and overwrites a block the moment nobody references it; the kind one keeps it, as vLLM's does.
@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
@@ -28,14 +29,15 @@ from kvconn.engine.config import EngineConfig
 from kvconn.engine.request import EngineRequest, Finished
 from kvconn.engine.scheduler import Scheduler, Step
 from kvconn.factory import get_connector_class
+from kvconn.geometry import HeadShare, Share, Side, TokenShare, place_of
 from kvconn.ledger import CompletionLedger
 from kvconn.multi.connector import MultiConnector
 from kvconn.nixl.connector import NixlConnector
 from kvconn.offload.connector import OffloadingConnector
 from tests.sim.tables import left_over
 
-BLOCK = 4  # tokens
-ROW = 8  # bytes per token and layer
+BLOCK = 4  # tokens of a block on one rank
+ROW = 8  # bytes per token and layer, of all heads
 LAYERS = ("layers.0.kv", "layers.1.kv")
 DIRECTIONS: tuple[Direction, Direction] = ("send", "recv")
 
@@ -58,6 +60,45 @@ def kv(tokens: tuple[int, ...]) -> Any:
 def next_token(tokens: tuple[int, ...]) -> int:
     """Greedy, and a function of the prefix."""
     return 1 << 20 | int.from_bytes(_link(bytes(kv(tokens)[-1]), 0)[:2], "little")
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one rank keeps of every prompt."""
+
+    layers: range
+    heads: HeadShare
+    tokens: TokenShare
+    #: bytes of a head
+    head: int
+
+    @classmethod
+    def of(cls, parallel: ParallelConfig, heads: int, rank: int) -> Part:
+        place, share = place_of(parallel, rank), Share.of(Side.of(parallel, heads), place_of(parallel, rank).tp)
+        assert share is not None
+        each = len(LAYERS) // parallel.pp
+        return cls(range(place.pp * each, (place.pp + 1) * each), share.heads, share.tokens, ROW // heads)
+
+    def cache(self, num_blocks: int) -> Any:
+        """Blocks of every layer: heads, tokens, bytes."""
+        return np.zeros((len(self.layers), num_blocks, self.heads.count, BLOCK, self.head), np.uint8)
+
+    def places(self, table: Any, start: int, end: int) -> tuple[Any, Any, Any]:
+        """Positions from ``start`` up to ``end`` that are kept here, their blocks and their rows in them."""
+        share = self.tokens
+        positions = np.arange(start, end)
+        turn, within = np.divmod(positions, share.interleave)
+        here = turn % share.dcp == share.rank
+        index, rows = np.divmod((turn // share.dcp * share.interleave + within)[here], BLOCK)
+        return positions[here], np.array(table, np.int64)[index], rows
+
+    def content(self, tokens: tuple[int, ...], positions: Any) -> Any:
+        """What lies there, as numpy gives it for these places: position, layer, head, bytes."""
+        first = self.heads.first * self.head
+        right = kv(tokens)[positions][
+            :, self.layers.start : self.layers.stop, first : first + self.heads.count * self.head
+        ]
+        return right.reshape(len(positions), len(self.layers), self.heads.count, self.head)
 
 
 class Pool(BlockPool):
@@ -125,7 +166,8 @@ class Engine:
         name: str,
         transfer: dict[str, Any],
         *,
-        pcp: int,
+        parallel: ParallelConfig,
+        heads: int,
         num_blocks: int,
         port: int,
         chunk: int,
@@ -137,35 +179,34 @@ class Engine:
         self.name = name
         self.port = port
         self.clock = clock
-        self.ranks = range(pcp)
+        self.ranks = range(parallel.world)
         parsed = parse_kv_transfer_config(transfer)
-        parallel = ParallelConfig(pcp=pcp)
         config = EngineConfig(
             name=name, parallel=parallel, num_blocks=num_blocks, block_size=BLOCK, max_num_batched_tokens=chunk,
             max_num_seqs=4,
         )  # fmt: skip
-        view = KVCacheView(num_blocks, BLOCK, (GroupView("full", LAYERS),))
-        self.caches = [np.zeros((len(LAYERS), num_blocks, BLOCK, ROW), np.uint8) for _ in self.ranks]
+        self.block_tokens = config.block_tokens
+        view = KVCacheView(num_blocks, self.block_tokens, (GroupView("full", LAYERS),))
+        self.parts = [Part.of(parallel, heads, rank) for rank in self.ranks]
+        self.caches = [part.cache(num_blocks) for part in self.parts]
         make = partial(_make, clock, make_transport)
         self.workers = [
-            make(_class(parsed), _connector_config(name, parsed, parallel, port, rank), ConnectorRole.WORKER, view)
+            make(get_connector_class(parsed), _connector_config(name, parsed, parallel, heads, port, rank),
+                 ConnectorRole.WORKER, view)
             for rank in self.ranks
-        ]
-        for worker, cache in zip(self.workers, self.caches, strict=True):
-            worker.register_kv_caches({n: _layer(n, cache[i]) for i, n in enumerate(LAYERS)})
-        whole = _connector_config(name, parsed, parallel, port, None)
-        self.connector = make(_class(parsed), whole, ConnectorRole.SCHEDULER, view)
-        published = [h for h in (worker.get_handshake_metadata() for worker in self.workers) if h is not None]
-        if published:
-            assert len(published) == 1, f"{name}: {len(published)} ranks publish themselves"
-            self.connector.set_handshake_metadata({(0, 0): published[0]})
-        self.aggregator = KVOutputAggregator.from_connector(self.connector, pcp)
+        ]  # fmt: skip
+        for worker, part, cache in zip(self.workers, self.parts, self.caches, strict=True):
+            worker.register_kv_caches({LAYERS[n]: _layer(LAYERS[n], cache[i]) for i, n in enumerate(part.layers)})
+        whole = _connector_config(name, parsed, parallel, heads, port, None)
+        self.connector = make(get_connector_class(parsed), whole, ConnectorRole.SCHEDULER, view)
+        self._publish(parallel)
+        self.aggregator = KVOutputAggregator.from_connector(self.connector, parallel.world)
         policy = parsed.kv_load_failure_policy
         self.scheduler = Scheduler(config, Watched(self.connector, self), self._expect, policy)  # type: ignore[arg-type]
         self.scheduler.tables.groups[0].pool = self.pool = Pool(num_blocks, self._overwrite if harsh else None)
         self.halves = [h.worker for w in self.workers for h in leaves(w) if isinstance(h, NixlConnector)]
-        #: rank 0's NIXL half; ranks above are replicas
-        self.half = self.halves[0]
+        #: ranks that serve or read; the others are replicas
+        self.active = [rank for rank in self.ranks if self.halves[rank]._agent.transport is not None]
         self._ledgers = [_ledger_of(one) for one in leaves(self.connector)]
         self._junk = 0
         self._queues: list[deque[Any]] = [deque() for _ in self.ranks]
@@ -177,13 +218,30 @@ class Engine:
         self.withheld: dict[int, int] = {}
         self.repeats: dict[int, int] = {}
 
-    @property
-    def transport(self) -> Any:
-        return self.half._agent.transport
+    def _publish(self, parallel: ParallelConfig) -> None:
+        published: dict[tuple[int, int], Any] = {}
+        for rank, worker in enumerate(self.workers):
+            place, metadata = place_of(parallel, rank), worker.get_handshake_metadata()
+            assert metadata is None or (place.pp, place.tp) not in published, f"{self.name}: rank {rank} is two"
+            if metadata is not None:
+                published[place.pp, place.tp] = metadata
+        if published:
+            self.connector.set_handshake_metadata(published)
 
     @property
-    def agent(self) -> str:
-        return str(self.transport.name)
+    def half(self) -> Any:
+        return self.halves[0]
+
+    def transport(self, rank: int) -> Any:
+        return self.halves[rank]._agent.transport
+
+    def agent(self, pick: int) -> str:
+        """That of one of the active ranks."""
+        return str(self.transport(self.active[pick % len(self.active)]).name)
+
+    @property
+    def agents(self) -> list[str]:
+        return [self.agent(index) for index in range(len(self.active))]
 
     def _expect(self, direction: Direction, id: str, now: float) -> None:
         self.aggregator.expect(direction, id, now)
@@ -203,8 +261,8 @@ class Engine:
         self.end()
 
     def begin(self) -> None:
-        """Schedule, and run it on every rank that does not lag. Nothing while rank 0 is stopped or a step runs."""
-        if self._running is not None or 0 in self.lagging:
+        """Schedule, and run it on every rank that does not lag. Nothing while a step runs."""
+        if self._running is not None:
             return
         step = self.scheduler.schedule(self.clock())
         metadata = self.connector.build_connector_meta(step.view)
@@ -239,8 +297,8 @@ class Engine:
         if not step.loads_first:
             worker.start_load_kv()
         worker.wait_for_save()
-        if rank == 0:
-            self.watcher.polls(self)
+        if rank in self.active:
+            self.watcher.polls(self, rank)
         results = worker.get_transfer_results(finished)
         part = KVConnectorOutput(
             finished_sending=set(results.finished_sending) or None,
@@ -250,23 +308,21 @@ class Engine:
             kv_connector_worker_meta=worker.build_connector_worker_meta(),
         )
         worker.clear_connector_metadata()
-        if rank == 0:
-            self.watcher.polled(self, part)
+        if rank in self.active:
+            self.watcher.polled(self, rank, part)
         return part
 
     def _forward(self, rank: int, scheduled: Any, tokens: tuple[int, ...]) -> None:
         self.check(rank, scheduled.blocks, tokens[: scheduled.start], 0, scheduled.id)
-        rows = kv(tokens)
-        for position in range(scheduled.start, len(tokens)):
-            block, offset = scheduled.blocks[position // BLOCK], position % BLOCK
-            self.caches[rank][:, block, offset] = rows[position]
+        positions, blocks, rows = self.parts[rank].places(scheduled.blocks, scheduled.start, len(tokens))
+        self.caches[rank][:, blocks, :, rows] = self.parts[rank].content(tokens, positions)
 
     def check(self, rank: int, blocks: Any, tokens: tuple[int, ...], start: int, what: str) -> None:
         """From position ``start`` on the blocks hold the KV of ``tokens``."""
         if not tokens:
             return
-        held = self.caches[rank][:, list(blocks[: -(-len(tokens) // BLOCK)])].reshape(len(LAYERS), -1, ROW)
-        ours, right = held[:, start : len(tokens)], kv(tokens).transpose(1, 0, 2)[:, start:]
+        positions, blocks, rows = self.parts[rank].places(blocks, start, len(tokens))
+        ours, right = self.caches[rank][:, blocks, :, rows], self.parts[rank].content(tokens, positions)
         assert np.array_equal(ours, right), f"(a) {self.name} rank {rank}: {what} reads bytes that are not its prompt's"
 
     def end(self) -> None:
@@ -342,10 +398,6 @@ class Engine:
         return f"Engine({self.name} {self.scheduler!r})"
 
 
-def _class(parsed: KVTransferConfig) -> Any:
-    return get_connector_class(parsed)
-
-
 def _make(clock: Any, make_transport: Any, cls: Any, config: Any, role: Any, view: Any) -> Any:
     """A connector on this clock and net, and all of its children."""
     if issubclass(cls, MultiConnector):
@@ -377,11 +429,11 @@ def all_tables(engine: Engine) -> list[str]:
 
 
 def _connector_config(
-    name: str, parsed: KVTransferConfig, parallel: ParallelConfig, port: int, rank: int | None
+    name: str, parsed: KVTransferConfig, parallel: ParallelConfig, heads: int, port: int, rank: int | None
 ) -> ConnectorConfig:
-    model = ModelView("m", "uint8", len(LAYERS), 1, ROW, BLOCK)
+    model = ModelView("m", "uint8", len(LAYERS), heads, ROW, BLOCK, "latent" if heads == 1 else "kv")
     return ConnectorConfig(parsed, name, parallel, model, rank=rank, port=port)
 
 
 def _layer(name: str, array: Any) -> LayerView:
-    return LayerView(name, array.ctypes.data, array.strides[0], BLOCK * ROW, array.shape[0])
+    return LayerView(name, array.ctypes.data, array.strides[0], array[0].nbytes, array.shape[0])

@@ -12,9 +12,10 @@ import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from unittest.mock import patch
 
-from tests.sim.shapes import TREES, Shape
+from tests.sim.shapes import LIKELY, TREES, Shape
 from tests.sim.world import World
 
 Action = tuple[str, int, int]
@@ -68,7 +69,14 @@ def drawn(seed: int, index: int, steps: int = 50) -> tuple[Shape, list[Action]]:
         chunk=rng.choice((3, 8, 64)),
     )
     actions = [(rng.choice(ACTIONS), rng.randrange(8), rng.randrange(8)) for _ in range(rng.randint(5, steps))]
-    return shape, actions
+    return with_sizes(shape, rng), actions
+
+
+def with_sizes(shape: Shape, rng: random.Random) -> Shape:
+    """Most engines have one rank beside their replicas."""
+    heads = rng.choice((1, 2))
+    p, d = (rng.choice(LIKELY[heads]) for _ in "pd")
+    return replace(shape, heads=heads, p=p, d=d)
 
 
 def shorter(shape: Shape, actions: list[Action]) -> list[Action]:

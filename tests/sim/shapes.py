@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
+from kvconn.config import ParallelConfig
+
 LEASE, READ, QUARANTINE, HANDSHAKE = 30.0, 20.0, 40.0, 10.0
 
 #: what an engine's connector is made of: ``nixl``, a sibling that holds for so many polls (``held``: until told), a
@@ -20,9 +24,31 @@ TREES: dict[str, Any] = {
 }
 
 
+#: by KV heads: sizes of engines that can read one another; one head is a latent cache, of which TP ranks have copies
+TOPOLOGIES: dict[int, dict[str, ParallelConfig]] = {
+    1: {
+        "one": ParallelConfig(),
+        "tp 2": ParallelConfig(tp=2),
+        "pp 2": ParallelConfig(pp=2),
+        "tp 2 dcp 2": ParallelConfig(tp=2, dcp=2),
+        "pcp 2 dcp 2": ParallelConfig(pcp=2, dcp=2, dcp_interleave=4),
+    },
+    2: {
+        "one": ParallelConfig(),
+        "tp 2": ParallelConfig(tp=2),
+        "pp 2": ParallelConfig(pp=2),
+        "pp 2 tp 2": ParallelConfig(pp=2, tp=2),
+        "tp 4": ParallelConfig(tp=4),
+    },
+}
+#: what is drawn: ranks cost time
+LIKELY = {heads: ["one"] * (2 * len(sizes) - 2) + list(sizes)[1:] for heads, sizes in TOPOLOGIES.items()}
+
+
 @dataclass(frozen=True)
 class Shape:
-    """What is simulated. ``readers``: what a producer may be asked to wait for is at most so much."""
+    """What is simulated. ``pcp``: replicas of the producer. ``p`` and ``d``: names in :data:`TOPOLOGIES`, which all
+    consumers have; ``heads`` of the model."""
 
     pcp: int = 1
     producer: str = "alone"
@@ -33,6 +59,15 @@ class Shape:
     both: bool = False
     chunk: int = 8
     nixl: str | None = None  # module path and class of another NIXL connector: a mutant
+    heads: int = 1
+    p: str = "one"
+    d: str = "one"
+
+    def parallel(self, serves: bool) -> ParallelConfig:
+        """Sizes of a producer or a consumer. Ranks that share tokens by PCP have no replicas."""
+        sizes = TOPOLOGIES[self.heads][self.p if serves else self.d]
+        replicated = serves and sizes.dcp == 1
+        return msgspec.structs.replace(sizes, pcp=self.pcp) if replicated else sizes
 
     def transfer(self, serves: bool) -> dict[str, Any]:
         """An engine's kv_transfer_config."""

@@ -29,6 +29,7 @@ KEPT = {
     ("NixlScheduler", "_published"): "what the side channel serves, a payload per serving rank",
     ("ClaimTable", "_done"): "bounded memory of ids, for bare children",
     ("KVOutputAggregator", "_sent"): "bounded memory of ids, for bare connectors",
+    ("KVOutputAggregator", "_received"): "bounded memory of ids whose words may come again",
     ("MultiConnector", "names"): "configuration",
     ("MultiConnector", "children"): "configuration",
 }

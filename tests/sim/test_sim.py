@@ -20,7 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_sta
 from tests.sim.engine import Engine
 from tests.sim.mutants import MUTANTS, Mutant
 from tests.sim.schedules import ACTIONS, Action, do, drawn, quiet, run
-from tests.sim.shapes import TREES, Shape
+from tests.sim.shapes import LIKELY, TOPOLOGIES, TREES, Shape
 from tests.sim.tables import left_over, tables
 from tests.sim.world import World
 
@@ -39,16 +39,21 @@ RUN = settings(
 #: schedules in which a mutant must be found, and nothing without one
 BUDGET = 400
 SMALL = st.integers(0, 7)
-SHAPES = st.builds(
-    Shape,
-    pcp=st.integers(1, 4),
-    producer=st.sampled_from(list(TREES)),
-    consumer=st.sampled_from(list(TREES)),
-    consumers=st.integers(1, 2),
-    recompute=st.booleans(),
-    harsh=st.booleans(),
-    both=st.booleans(),
-    chunk=st.sampled_from([64, 8, 3]),
+SHAPES = st.sampled_from(list(TOPOLOGIES)).flatmap(
+    lambda heads: st.builds(
+        Shape,
+        heads=st.just(heads),
+        p=st.sampled_from(LIKELY[heads]),
+        d=st.sampled_from(LIKELY[heads]),
+        pcp=st.integers(1, 4),
+        producer=st.sampled_from(list(TREES)),
+        consumer=st.sampled_from(list(TREES)),
+        consumers=st.integers(1, 2),
+        recompute=st.booleans(),
+        harsh=st.booleans(),
+        both=st.booleans(),
+        chunk=st.sampled_from([64, 8, 3]),
+    )
 )
 
 
@@ -124,19 +129,27 @@ def test_a_mutant_is_found(name: str) -> None:
 
 # --- what was found
 
-FOUND: dict[str, tuple[Shape, list[Action]]] = {
+#: shape, schedule, and what must come of it
+FOUND: dict[str, tuple[Shape, list[Action], str]] = {
     # the inner Multi emits the later direction only, and the outer one waited for the other for ever
     "abort while parked, below two Multis": (
         Shape(pcp=2, consumer="nested"),
         [("submit", 0, 0), ("step_p", 0, 0), ("meet", 0, 0), ("abort", 0, 1)],
+        "receive and send owed together",
+    ),
+    # the aggregator took it for the first word of another load, and named the other rank as silent for ever
+    "one of several ranks says twice what it received": (
+        Shape(pcp=4, consumers=2, chunk=3, heads=2, p="tp 4", d="tp 2"),
+        [("repeat", 4, 0), ("rush", 3, 4), ("repeat", 2, 7), ("rush", 0, 6)],
+        "sends, read",
     ),
 }
 
 
 @pytest.mark.parametrize("name", FOUND)
 def test_what_was_found_once_stays_found(name: str) -> None:
-    shape, actions = FOUND[name]
-    assert run(shape, actions)["receive and send owed together"] == 1
+    shape, actions, what = FOUND[name]
+    assert run(shape, actions)[what] == 1
 
 
 # --- the tools themselves
@@ -169,7 +182,19 @@ def test_every_table_is_looked_at() -> None:
 
 def test_an_engine_decodes_what_it_read() -> None:
     """The plain course of things, so that the rest means something."""
-    actions: list[Action] = [("submit", 6, 0), ("step_p", 0, 0), ("rush", 0, 0), ("step_p", 0, 0)]
-    counts = run(Shape(pcp=4, producer="nested"), actions)
-    assert (counts["loads, accepted"], counts["sends, read"], counts["loads, failed"]) == (1, 1, 0)
     assert Engine.__doc__
+    assert plain(Shape(pcp=4, producer="nested")) == (1, 1, 0)
+
+
+def plain(shape: Shape) -> tuple[int, int, int]:
+    """One request: loads accepted, sends read, loads failed."""
+    actions: list[Action] = [("submit", 6, 0), ("step_p", 0, 0), ("rush", 0, 0), ("step_p", 0, 0)]
+    counts = run(shape, actions)
+    return counts["loads, accepted"], counts["sends, read"], counts["loads, failed"]
+
+
+@pytest.mark.parametrize(
+    ("heads", "p", "d"), [(heads, p, d) for heads, sizes in TOPOLOGIES.items() for p in sizes for d in sizes]
+)
+def test_engines_of_any_two_sizes_read_one_another(heads: int, p: str, d: str) -> None:
+    assert plain(Shape(heads=heads, p=p, d=d)) == (1, 1, 0)

@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Collection
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any
 from unittest.mock import patch
 
@@ -27,10 +28,10 @@ from kvconn.nixl.wire import Done, Heartbeat, parse_notification
 from kvconn.testing import LoopbackNet, ManualClock
 from kvconn.testing.holding import HoldingConnector
 from tests.sim.channel import Client, Directory, Server
-from tests.sim.engine import BLOCK, LAYERS, ROW, Engine, all_tables, leaves
+from tests.sim.engine import Engine, all_tables, leaves
 from tests.sim.shapes import LEASE, Shape
 
-SCRATCH = 3  # so few that they come back often, and run out
+SCRATCH = 5  # so few that they come back often, and run out; of one producer four ranks are read at most
 P_BLOCKS, D_BLOCKS = 12, 10
 
 
@@ -45,9 +46,26 @@ class Send:
     deadline: float
     readers: int
     announced: bool = False
-    ended: bool = False
+    #: its engine is gone
+    dead: bool = False
     uses: int = 0
-    done: set[str] = field(default_factory=set)
+    #: by rank: who told it that they are done, and of how many of their engine
+    done: dict[int, dict[str, int]] = field(default_factory=dict)
+    deadlines: dict[int, float] = field(default_factory=dict)
+    #: ranks that may let go
+    ended: set[int] = field(default_factory=set)
+
+    def read_at(self, rank: int) -> bool:
+        """All readers have told this rank."""
+        return sum(Fraction(1, n) for n in self.done.get(rank, {}).values()) >= self.readers
+
+    @property
+    def read(self) -> bool:
+        return all(self.read_at(rank) for rank in self.engine.active)
+
+    @property
+    def may_end(self) -> bool:
+        return self.dead or self.ended >= set(self.engine.active)
 
     @property
     def transfer_id(self) -> str:
@@ -106,7 +124,8 @@ class World:
                 self,
                 name,
                 self.shape.transfer(serves),
-                pcp=self.shape.pcp if serves else 1,
+                parallel=self.shape.parallel(serves),
+                heads=self.shape.heads,
                 num_blocks=P_BLOCKS if serves else D_BLOCKS,
                 port=port,
                 chunk=self.shape.chunk,
@@ -255,12 +274,12 @@ class World:
         self.counts["fault: notification " + ("lost", "doubled", "doubled late", "late")[pick % 4]] += 1
 
     def break_read(self, pick: int, how: int) -> None:
-        reader = self.consumers[how % len(self.consumers)].agent
+        reader = self.consumers[how % len(self.consumers)].agent(pick)
         if how < 4 and not self.net.under_way():
             self.meet(pick, how)
         under_way = self.net.under_way()
         if how == 7:
-            self.net.cut(reader, self.p.agent)
+            self.net.cut(reader, self.p.agent(pick // 2))
             self.counts["fault: connection cut"] += 1
         elif how < 4 and under_way:
             self.net.fail_part(under_way[pick % len(under_way)])
@@ -270,17 +289,17 @@ class World:
             self.counts["fault: post raised"] += 1
 
     def stop(self, pick: int, how: int) -> None:
-        """A process stops: a rank of the producer, or a consumer."""
+        """A process stops: any rank. An engine waits for those that serve or read, in every step."""
         engine = self.engines[how % len(self.engines)]
         rank = pick % len(engine.ranks)
-        if rank == 0:
+        active = rank in engine.active
+        if active:
             self._stopped.add(engine.name)
-            self.net.stop(engine.agent)
+            self.net.stop(engine.agent(engine.active.index(rank)))
         else:
             engine.lagging.add(rank)
-        self.counts[
-            f"fault: {'consumer' if engine is not self.p else 'rank 0' if rank == 0 else 'rank > 0'} stopped"
-        ] += 1
+        what = "consumer" if engine is not self.p else "serving rank" if active else "replica"
+        self.counts[f"fault: {what} stopped"] += 1
 
     def cont(self, pick: int, how: int) -> None:
         for engine in self.engines:
@@ -288,18 +307,19 @@ class World:
 
     def _continue(self, engine: Engine) -> None:
         self._stopped.discard(engine.name)
-        self.net.cont(engine.agent)
+        for agent in engine.agents:
+            self.net.cont(agent)
         engine.lagging.clear()
         engine.catch_up()
 
     def kill(self, pick: int, how: int) -> None:
         """An engine dies and another one starts at its address, under its engine id or a new one."""
         old = self.engines[how % len(self.engines)]
-        self.net.kill(old.agent)
+        for agent in old.agents:
+            self.net.kill(agent)
         self._stopped.discard(old.name)
         for send in self.sends:
-            if send.engine is old:
-                send.ended = True
+            send.dead |= send.engine is old
         self._open = {key: send for key, send in self._open.items() if send.engine is not old}
         self.loads = {key: load for key, load in self.loads.items() if load.engine is not old}
         kind = old.name[0]
@@ -342,7 +362,7 @@ class World:
     # -- what engines tell ---------------------------------------------------------------------------------------
 
     def loading(self, engine: Engine, request: Any, blocks: Any, n_external: int) -> None:
-        start = blocks.hashed[0] * BLOCK
+        start = blocks.hashed[0] * engine.block_tokens
         tokens = tuple(request.tokens()[: start + n_external])
         key = (engine.name, request.id)
         assert key not in self.loads, f"(c) {engine.name}: {request.id} loads twice at once"
@@ -369,22 +389,25 @@ class World:
         for send in self._open.values():
             send.announced |= send.engine is engine
 
-    def polls(self, engine: Engine) -> None:
-        """Rank 0 is about to poll: what waits for it counts before its leases are judged (C11)."""
+    def polls(self, engine: Engine, rank: int) -> None:
+        """A rank is about to poll: what waits for it counts before its leases are judged (C11)."""
         mine = {send.transfer_id: send for send in self._open.values() if send.engine is engine}
-        for sender, message in engine.transport._inbox:
+        for sender, message in engine.transport(rank)._inbox:
             parsed = parse_notification(message)
             if isinstance(parsed, Done) and parsed.transfer_id in mine:
-                mine[parsed.transfer_id].done.add(sender)
+                mine[parsed.transfer_id].done.setdefault(rank, {}).setdefault(sender, parsed.readers)
             elif isinstance(parsed, Heartbeat):
                 for id in parsed.transfer_ids:
                     if id in mine and mine[id].announced:
-                        mine[id].deadline = max(mine[id].deadline, self.clock() + LEASE * 2 / 3)
+                        until = mine[id].deadlines.get(rank, mine[id].deadline)
+                        mine[id].deadlines[rank] = max(until, self.clock() + LEASE * 2 / 3)
         for send in mine.values():
-            send.ended |= send.announced and (len(send.done) >= send.readers or self.clock() >= send.deadline)
+            late = self.clock() >= send.deadlines.get(rank, send.deadline)
+            if send.announced and (late or send.read_at(rank)):
+                send.ended.add(rank)
 
-    def polled(self, engine: Engine, part: Any) -> None:
-        """What rank 0's poll says: is what it calls stale let go? (e)"""
+    def polled(self, engine: Engine, rank: int, part: Any) -> None:
+        """What a rank's poll says: is what it calls stale let go, by any rank that it read? (e)"""
         stats = dict(part.kv_connector_stats.values) if part.kv_connector_stats is not None else {}
         for name, amount in stats.items():
             if "bytes" not in name and "seconds" not in name and "descriptors" not in name:
@@ -395,7 +418,7 @@ class World:
         meta = part.kv_connector_worker_meta
         facts: Collection[Fact] = meta.facts if isinstance(meta, WorkerFacts) else ()
         failed = {fact.id for fact in facts if fact.direction == "recv" and fact.state == "failed"}
-        ended = {send.transfer_id for send in self.sends if send.ended}
+        ended = {send.transfer_id for send in self.sends if send.ended or send.dead}
         loads = [load for id in failed if (load := self.loads.get((engine.name, id))) is not None]
         gone = sum(1 for load in loads if load.transfer_id in ended)
         assert gone >= stale, f"(e) {engine.name}: one of {sorted(failed)} is called stale while it is held"
@@ -407,9 +430,9 @@ class World:
         send = self._open.pop((engine.name, id), None)
         if send is None:
             return  # a sibling's
-        assert send.ended, f"(c) {engine.name}: {id} was let go while its lease stood and {send.readers} may read"
-        self.counts["sends, " + ("read" if len(send.done) >= send.readers else "expired")] += 1
-        if len(send.done) >= send.readers >= send.uses:
+        assert send.may_end, f"(c) {engine.name}: {id} was let go while its lease stood and {send.readers} may read"
+        self.counts["sends, " + ("read" if send.read else "expired")] += 1
+        if send.read and send.readers >= send.uses:
             reading = [handle for block in send.blocks for handle in self.reading(engine, block)]
             assert not reading, f"(c) {engine.name}: {id} was let go while reads {reading} read it"
 
@@ -420,20 +443,23 @@ class World:
         assert not writing, f"(b) {engine.name}: {id} was given back while reads {writing} may write it"
         self.counts["loads, " + ("failed" if failed else "accepted")] += 1
         if not failed:
-            engine.check(0, load.blocks, load.tokens, load.start, f"the load of {id}")
+            for rank in engine.ranks:
+                engine.check(rank, load.blocks, load.tokens, load.start, f"the load of {id}")
 
     # -- what must be so -----------------------------------------------------------------------------------------
 
-    def rows(self, engine: Engine, block: int) -> list[Any]:
-        return [engine.caches[0][layer, block] for layer in range(len(LAYERS))]
-
-    def reading(self, engine: Engine, block: int) -> list[int]:
+    def rows(self, engine: Engine, block: int) -> list[tuple[str, Any]]:
+        """A block on every active rank, and that rank's agent."""
         return [
-            h for row in self.rows(engine, block) for h in self.net.reading(engine.agent, row.ctypes.data, row.nbytes)
+            (engine.agent(index), row[block]) for index, rank in enumerate(engine.active) for row in engine.caches[rank]
         ]
 
+    def reading(self, engine: Engine, block: int) -> list[int]:
+        rows = self.rows(engine, block)
+        return [h for agent, row in rows for h in self.net.reading(agent, row.ctypes.data, row.nbytes)]
+
     def writing(self, engine: Engine, block: int) -> list[int]:
-        return [h for row in self.rows(engine, block) for h in self.net.may_write(row.ctypes.data, row.nbytes)]
+        return [h for _, row in self.rows(engine, block) for h in self.net.may_write(row.ctypes.data, row.nbytes)]
 
     def check(self) -> None:
         """After everything that happens."""
@@ -443,15 +469,18 @@ class World:
 
     def _check_writes(self, engine: Engine) -> None:
         """(b), also of the words that fences are read to."""
-        writes = self.net.writes(engine.agent)
-        if not writes:
-            return
+        for index, rank in enumerate(engine.active):
+            writes = self.net.writes(engine.agent(index))
+            if writes:
+                self._check_rank_writes(engine, rank, writes)
+
+    def _check_rank_writes(self, engine: Engine, rank: int, writes: list[tuple[int, int]]) -> None:
         loading = {block for load in self.loads.values() if load.engine is engine for block in load.blocks}
-        cache, half = engine.caches[0], engine.half
+        cache, half = engine.caches[rank], engine.halves[rank]
         for address, _ in writes:
             offset = address - cache.ctypes.data
             if 0 <= offset < cache.nbytes:
-                block = offset % (cache.nbytes // len(LAYERS)) // (BLOCK * ROW)
+                block = offset % cache[0].nbytes // cache[0, 0].nbytes
                 assert block in loading, f"(b) {engine.name}: a read may still write block {block}, which no load has"
                 assert engine.pool.references(block) == 1, f"(b) {engine.name}: block {block} is loaded and shared"
         for word in half._reader._checks._free:
@@ -470,8 +499,8 @@ class World:
     # -- the end -------------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Heal everything but a silent rank, see it named, heal it too, and see everything end."""
-        silent = {rank for rank in self.p.lagging if rank > 0}
+        """Heal everything but a silent replica, see it named, heal it too, and see everything end."""
+        silent = set(self.p.lagging)
         if silent and self.p.name not in self._stopped:
             self.heal(silent)
             self.check_named(silent)
@@ -499,8 +528,8 @@ class World:
             self._round(LEASE / 6 + 1)
 
     def _open_nixl(self) -> bool:
-        """Whether rank 0 still holds something."""
-        return len(self.p.half._leases) > 0 or bool(self.loads)
+        """Whether a rank that serves still holds something."""
+        return any(len(self.p.halves[rank]._leases) > 0 for rank in self.p.active) or bool(self.loads)
 
     def _round(self, seconds: float) -> None:
         for engine in self.engines:
@@ -538,7 +567,10 @@ class World:
         assert not self.net.under_way(), f"(d) {self.net!r}"
 
     def _check_slots(self, engine: Engine) -> None:
-        half = engine.half
+        for rank in engine.active:
+            self._check_rank_slots(engine, engine.halves[rank])
+
+    def _check_rank_slots(self, engine: Engine, half: Any) -> None:
         assert all(peer.posted == 0 and peer.idle for peer in half._contacts._peers._peers.values()), (
             f"(d) {half._contacts._peers!r}"
         )
