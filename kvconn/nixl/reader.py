@@ -253,17 +253,17 @@ class Reader:
 
     def drain(self, now: float) -> None:
         """Look at reads whose turn it is, and at the fences of those whose data has come."""
-        self._look(self._looking.union(self._reads.to_poll()), now)
+        turn = self._reads.to_poll()
+        self._look(self._looking.union(turn) if self._looking else turn, now)
         self._check_fences(now)
 
     def _look(self, handles: Iterable[int], now: float) -> None:
         if self._agent.transport is None:
             return
-        for handle in handles:
-            state = self._agent.transport.poll(handle)
+        for handle, state in self._agent.transport.over(handles):
             if state is HandleState.DONE:
                 self._handle_done(handle, now)
-            elif state is HandleState.ERR:
+            else:
                 self._handle_error(handle, now)
 
     def _check_fences(self, now: float) -> None:

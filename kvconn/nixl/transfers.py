@@ -128,12 +128,10 @@ class Reads:
             del self._quarantine[read.id]
             self._quarantined_blocks -= read.blocks
 
-    def handles(self) -> list[int]:
-        """Handles that are not known to be quiet and may still change."""
-        return list(self._turns)
-
     def to_poll(self, looks: int = LOOKS) -> list[int]:
-        """Of :meth:`handles` the next ``looks``, in turn."""
+        """Handles that may still change, the next ``looks`` of them, in turn."""
+        if len(self._turns) <= looks:
+            return list(self._turns)
         turn = list(islice(self._turns, looks))
         for handle in turn:
             self._turns.move_to_end(handle)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import msgspec
@@ -96,6 +96,11 @@ class Transport(ABC):
     @abstractmethod
     def poll(self, handle: int) -> HandleState:
         """Where this read stands. Never raises for a known handle: a transport failure is ``ERR``."""
+
+    def over(self, handles: Iterable[int]) -> list[tuple[int, HandleState]]:
+        """Those of these reads that are not PENDING any more: a poll of each, or one look at all if that is cheaper."""
+        polled = ((handle, self.poll(handle)) for handle in handles)
+        return [one for one in polled if one[1] is not HandleState.PENDING]
 
     def reason(self, handle: int) -> str:
         """Why this handle is ERR, for logs and error texts; empty when it is not, or nobody knows."""

@@ -26,7 +26,7 @@ import threading
 import uuid
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -316,14 +316,27 @@ class NixlTransport(Transport):
 
     def poll(self, handle: int) -> HandleState:
         """Where this read stands. Never raises for a known handle: a transport failure is ``ERR``."""
+        self.over((handle,))
+        return self._reads[handle].state
+
+    def over(self, handles: Iterable[int]) -> list[tuple[int, HandleState]]:
+        """Those of these reads that are not PENDING any more: one turn at the gate, one question to NIXL for each."""
+        over: list[tuple[int, HandleState]] = []
+        pending = HandleState.PENDING  # looked up once: this loop is what a poll of many reads costs
         with self._gate:
-            read = self._known(handle, "poll")
-            if read.state is HandleState.PENDING:
-                try:
-                    self._settle(read, self._agent.check_xfer_state(read.native))
-                except Exception as err:  # noqa: BLE001 - nixl's have no common base
-                    self._fail(read, blame.text(err), err)
-            return read.state
+            for handle in handles:
+                read = self._reads.get(handle) or self._known(handle, "poll")
+                if read.state is pending:
+                    try:
+                        answer = self._agent.check_xfer_state(read.native)
+                        if answer == "PROC":
+                            continue
+                        self._settle(read, answer)
+                    except Exception as err:  # noqa: BLE001 - nixl's have no common base
+                        self._fail(read, blame.text(err), err)
+                if read.state is not pending:
+                    over.append((handle, read.state))
+        return over
 
     def reason(self, handle: int) -> str:
         """Why this read is ERR, for the log; empty when it is not."""

@@ -118,7 +118,7 @@ class _Child:
         worker.bind_connector_metadata(self.side.scheduler.build_connector_meta(StepView(self.side.seq)))
         worker.start_load_kv()
         self.frozen = not poll
-        return len(worker.worker._reader._reads.handles())
+        return len(worker.worker._reader._reads.to_poll())
 
     def results(self) -> tuple[list[str], list[str], dict[str, str]]:
         return list(self.side.received), list(self.side.failed), dict(self.side.reasons)

@@ -99,7 +99,7 @@ def test_a_lease_that_ends_in_mid_read_is_noticed_by_the_reader(d: Side, told: T
         d.load("r", p.order("prefill", "a", BLOCKS, 2, 3), BLOCKS)
         d.workers[0].bind_connector_metadata(d.scheduler.build_connector_meta(StepView(d.seq)))
         d.workers[0].start_load_kv()  # the read is posted; D's poll comes late
-        assert worker(d)._reader._reads.handles()
+        assert worker(d)._reader._reads.to_poll()
         wait_until(lambda: "a" in p.order("sent"), what="the lease's end")
         assert p.order("stats")["nixl_num_kv_expired_reqs"] == expired + 1
         step_until(d, lambda: "r" in d.received)

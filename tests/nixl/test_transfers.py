@@ -34,7 +34,7 @@ class TestSuccess:
         assert reads.settle() == []
         reads.done(2)
         assert reads.settle() == [Settled("r", 1, None)]
-        assert (reads.settle(), len(reads), reads.handles()) == ([], 0, [])
+        assert (reads.settle(), len(reads), reads.to_poll()) == ([], 0, [])
 
     def test_a_life_with_nothing_to_read_settles_at_once(self) -> None:
         assert reading().settle() == [Settled("r", 1, None)]
@@ -61,7 +61,7 @@ class TestSuccess:
     def test_a_handle_nobody_knows_changes_nothing(self) -> None:
         reads = reading(1)
         reads.done(99)
-        assert (reads.settle(), reads.handles()) == ([], [1])
+        assert (reads.settle(), reads.to_poll()) == ([], [1])
 
 
 class TestFailedIsNotQuiet:
@@ -80,7 +80,7 @@ class TestFailedIsNotQuiet:
         reads.fail("r", "ERR", now=5.0)
         reads.done(2)
         assert reads.settle() == []
-        assert (reads.errors(), reads.handles()) == ([1], [])
+        assert (reads.errors(), reads.to_poll()) == ([1], [])
 
     def test_an_error_is_quiet_once_its_peer_is_gone_and_only_its_peer(self) -> None:
         reads = reading(1)
@@ -97,7 +97,7 @@ class TestFailedIsNotQuiet:
         reads.error(1)
         reads.fail("r", "ERR", now=5.0)
         assert reads.agent_gone("P") == [1]
-        assert (reads.settle(), reads.handles()) == ([], [2])
+        assert (reads.settle(), reads.to_poll()) == ([], [2])
         reads.error(2)
         assert reads.agent_gone("P") == [2]
         assert len(reads.settle()) == 1
@@ -108,7 +108,7 @@ class TestFailedIsNotQuiet:
         reads.fail("r", "agent", now=5.0)
         reads.agent_destroyed()
         assert reads.settle() == [Settled("r", 1, "agent")]
-        assert (reads.handles(), reads.errors()) == ([], [])
+        assert (reads.to_poll(), reads.errors()) == ([], [])
 
     def test_a_handle_posted_after_the_failure_holds_the_life_too(self) -> None:
         reads = Reads()
@@ -139,7 +139,7 @@ class TestTurns:
     def test_a_poll_looks_at_so_many_handles_and_comes_to_each_in_turn(self) -> None:
         reads = reading(1, 2, 3, 4, 5)
         assert [reads.to_poll(2) for _ in range(3)] == [[1, 2], [3, 4], [5, 1]]
-        assert sorted(reads.handles()) == [1, 2, 3, 4, 5]
+        assert sorted(reads.to_poll()) == [1, 2, 3, 4, 5]
 
     def test_what_is_quiet_or_in_error_has_no_turn(self) -> None:
         reads = reading(1, 2, 3)
@@ -271,7 +271,7 @@ class ReadsAgainstAModel(RuleBasedStateMachine):
 
     @invariant()
     def handles_are_the_models(self) -> None:
-        assert sorted(self.reads.handles()) == sorted(h for h, (*_, s) in self.handles.items() if s == "proc")
+        assert sorted(self.reads.to_poll()) == sorted(h for h, (*_, s) in self.handles.items() if s == "proc")
         assert sorted(self.reads.errors()) == sorted(h for h, (*_, s) in self.handles.items() if s == "err")
         assert len(self.reads) == len(self.lives)
 
