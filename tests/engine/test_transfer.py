@@ -116,3 +116,18 @@ def test_a_state_that_nobody_holds_any_more_is_computed_again_by_policy(start: S
     d.submit(EngineRequest("a", prompt, N_NEW, params))
     assert ends(d, "a")["a"].tokens == Threaded(STATE).generate({"a": 20}, N_NEW)["a"]
     assert d.stats().connector["nixl_num_failed_transfers"] == 1
+
+
+def test_a_request_that_was_read_with_its_state_and_preempted_is_computed_from_its_beginning(start: Starter) -> None:
+    p = start("P", transfer=NIXL_PRODUCER, model=STATE)
+    d = start("D", transfer=NIXL_CONSUMER, model=STATE, num_blocks=12)
+    prompts = {"a": unique_tokens("a", 45), "b": unique_tokens("b", 30)}
+    references = {id: prefilled(p, id, prompt) for id, prompt in prompts.items()}
+    for id, prompt in prompts.items():
+        d.submit(EngineRequest(id, prompt, 24, references[id]))
+    told = {id: end.tokens for id, end in ends(d, "a", "b").items()}
+    assert told == Threaded(STATE).generate({id: len(prompt) for id, prompt in prompts.items()}, 24)
+    assert d.drain(SECONDS) and p.drain(SECONDS)
+    stats = d.stats()
+    assert stats.external_tokens == 44 + 29
+    assert stats.prefill_tokens > 2 + 29, "both had blocks for what was read, and one of them not for what came"

@@ -12,13 +12,16 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvconn.base import FinishReason
 from kvconn.testing import LoopbackNet, ManualClock
 from kvconn.transport.base import Transport
-from tests.nixl.geometries import Engine
+from tests.nixl.geometries import Engine, other
 from tests.nixl.test_matrix import PAIRS, loads
-from tests.nixl.test_token_positions import D_FILL, P_FILL, Load, check
+from tests.nixl.test_token_positions import D_FILL, P_FILL, Load, check, pairs
+from tests.nixl.test_token_positions import loads as drawn_loads
 from tests.nixl.whole import Whole
 from tests.sim.channel import Client, Directory, Server
 from tests.support import NIXL_CONSUMER, NIXL_PRODUCER, wait_until
@@ -178,3 +181,19 @@ def test_whichever_rank_that_is_read_let_go_the_load_is_refused(
         consumer.begin(f"d{rank}", load, params)
         pair.until(lambda rank=rank: f"d{rank}" in consumer.received and f"p{rank}" in producer.sent)  # type: ignore[misc]
         assert (len(consumer.failed) > before) is (names[rank] in read)
+
+
+@settings(derandomize=True, database=None, deadline=None, max_examples=60)
+@given(data=st.data())
+def test_any_pair_through_the_halves(data: st.DataObject) -> None:
+    """Odd blocks, windows longer than the prompt, hits at every boundary and of every group, nothing left to read."""
+    p, d = (other(engine, mem_type="DRAM") for engine in data.draw(pairs()))
+    pair = Wires(True)
+    try:
+        producer, consumer = pair.side("P", p, NIXL_PRODUCER, P_FILL), pair.side("D", d, NIXL_CONSUMER, D_FILL)
+        for number in range(2):
+            load = data.draw(drawn_loads(d))
+            moves(producer, consumer, pair, number, load)
+        ends(pair)
+    finally:
+        pair.close()
