@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import msgspec
 
@@ -123,12 +124,16 @@ class Scheduler:
 
     def _asked(self, submitted: EngineRequest) -> EngineRequest:
         """A reader computes a prompt's last token, and a state can't be taken back by one: what is held for a reader
-        stands before that token (as in vLLM). Of a prompt of one token nothing is held."""
-        if not self._config.model.state or not wants_remote_decode(submitted.kv_transfer_params):
+        stands before that token (as in vLLM), and the token that comes of it is nobody's. Of a prompt of one token
+        nothing is held."""
+        if not self._is_cut(submitted.kv_transfer_params):
             return submitted
         if len(submitted.prompt_tokens) < 2:
             return msgspec.structs.replace(submitted, kv_transfer_params=None)
         return msgspec.structs.replace(submitted, prompt_tokens=submitted.prompt_tokens[:-1], max_tokens=1)
+
+    def _is_cut(self, params: Mapping[str, Any] | None) -> bool:
+        return self._config.model.state > 0 and wants_remote_decode(params)
 
     def _refuse(self, submitted: EngineRequest, why: str, now: float) -> None:
         self._events.append(
@@ -364,7 +369,7 @@ class Scheduler:
         self._events.append(
             Finished(
                 id=request.id,
-                tokens=tuple(request.output),
+                tokens=tuple(request.output) if not self._is_cut(request.params) else (),
                 reason=reason,
                 t=now,
                 kv_transfer_params=params,

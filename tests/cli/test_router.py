@@ -123,6 +123,12 @@ class TestWrong:
         (wrong,) = make_report(run(prefill, decode, requests), expected(requests)).mismatches
         assert (wrong.id, wrong.side, wrong.position) == ("line-2", "P", 0)
 
+    def test_a_prefill_that_says_no_token_claims_nothing(self):
+        requests = trace_requests(2)
+        replayed = run(*pair(Clock()), requests)
+        silent = msgspec.structs.replace(replayed, first_tokens=dict.fromkeys(replayed.first_tokens, ()))
+        assert make_report(silent, expected(requests)).mismatches == ()
+
     def test_tokens_that_stop_early_differ_where_they_stop(self):
         requests = trace_requests(1)
         longer = {id: (*tokens, 9) for id, tokens in expected(requests).items()}
