@@ -120,8 +120,8 @@ class Contacts:
 
     def _failed(self, peer: Peer, err: PeerError | RequestError | TransportError, now: float) -> None:
         self._meter.add("params_refused" if isinstance(err, RequestError) else "nixl_num_failed_handshakes")
-        log.warning("rank %d: handshake failed: %s", self._rank, err)
-        peer.failed(str(err), now)
+        again = peer.failed(str(err), now)
+        log.warning("rank %d: handshake failed, none again for %g s: %s", self._rank, again, err)
 
     def meet(self) -> None:
         """Begin to load the agents of the next peer. Last in a poll: from here on our agent may be busy."""

@@ -114,13 +114,14 @@ class Peer:
         for work in self._take():
             work(self, "", now)
 
-    def failed(self, why: str, now: float) -> None:
-        """The handshake failed: fail what waited, refuse for a while (1, 2, 4 ... 60 s)."""
+    def failed(self, why: str, now: float) -> float:
+        """The handshake failed: fail what waited, refuse for a while (1, 2, 4 ... 60 s), which is returned."""
         self.state, self.sources, self.why = PeerState.INVALID, (), why
         self._backoff = min(60.0, self._backoff * 2 or 1.0)
         self._retry_at = now + self._backoff
         for work in self._take():
             work(None, why, now)
+        return self._backoff
 
     def began(self) -> None:
         """A load of it is posted."""

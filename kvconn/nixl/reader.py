@@ -133,7 +133,7 @@ class Reader:
             blocks = sum(block != NO_BLOCK for group in load.local for block in group)
             self._reads.begin(load.id, load.n, peer, now + self._settings.kvconn.read, blocks, now)
             if load.ref is None or peer is None:
-                self._fail(load.id, load.refused or "no reference", now)
+                self._fail(load.id, load.refused or "no reference", now, told=load.refused is not None)
                 continue
             self._loads[load.id] = _Load(load.ref, came=now - load.waited)
             self._contacts.with_peer(peer, now, partial(self._post, load, load.ref))
@@ -236,13 +236,14 @@ class Reader:
         self._reads.posted(id, handle, posted.agent)
         self._posted[handle] = posted
 
-    def _fail(self, id: str, why: str, now: float) -> None:
-        """The result of this life is failure; its blocks stay until it is quiet."""
+    def _fail(self, id: str, why: str, now: float, told: bool = False) -> None:
+        """The result of this life is failure; its blocks stay until it is quiet. ``told``: it was said before."""
         why = f"{why} (the load is {self._reads.age(id, now):.1f} s old)"
         if self._reads.fail(id, why, now):
             self._say(id, self._reads.life(id), "failed", why[:WHY_MAX])
             self._meter.add("nixl_num_failed_transfers")
-            log.warning("rank %d: load of %s failed: %s", self._rank, id, why)
+            level = logging.INFO if told else logging.WARNING
+            log.log(level, "rank %d: load of %s failed: %s", self._rank, id, why)
 
     @property
     def idle(self) -> bool:

@@ -12,9 +12,11 @@ import pytest
 from tests.network.hosts import ENV, Hosts, why_not
 from tests.nixl.producer import Producer as Child
 from tests.support import wait_until
+from tests.told import exactly
 
 BLOCKS = list(range(48))
 SECONDS = 60.0
+EXPIRED = "rank 0: a was not read within its lease"
 #: more may be in quarantine than one request has
 LIMITS = {"read": 2.0, "handshake": 2.0, "quarantine_max": 64}
 
@@ -94,6 +96,8 @@ def test_a_link_down_for_five_seconds_in_a_read(hosts: Hosts, pair: tuple[Child,
     hosts.link(up=True)
     wait_until(lambda: "a" in d.order("results")[0], SECONDS, "its blocks come back")
     assert d.order("results")[1] == ["a"]
+    exactly(d.order("told"), ("load of a failed: peer P@10.77.0.1:", ", read: not done after 2 s"))
+    exactly(p.order("told"), EXPIRED)
     served_again(p, d, 4)
     nothing_left(p, d, "warm", "a")
 
@@ -124,6 +128,11 @@ def test_a_link_that_stays_down_is_given_up_on_both_sides_and_the_reader_lives_o
         wait_until(lambda: "a" in p.order("sent"), SECONDS, "P's lease ends")
         assert p.order("left") == d.order("left") == []
         assert d.order("stats")["agent_recreations"] == 1
+        said = [line for line in d.order("told") if "no new NIXL agent, next try in 1 s" not in line]
+        exactly(
+            said, ("load of a failed: peer P@", ", read: not done after 2 s"), ("quarantine is ", "a new NIXL agent")
+        )
+        exactly(p.order("told"), EXPIRED)
         assert read(p, d, "b", 3) != ""
         p.kill()
         hosts.link(up=True)
@@ -142,6 +151,7 @@ def test_a_rate_of_two_megabits(hosts: Hosts, pair: tuple[Child, Child]) -> None
     hosts.rate("50kbit")  # they would take 15 s now, and have 2
     why = read_slowly(p, d, "too slow", 3)
     assert "read" in why or "fence" in why, why
+    exactly(d.order("told"), ("load of too slow failed: peer P@", why[:40]))
     hosts.rate(None)
     served_again(p, d, 4)
     nothing_left(p, d, "warm", "slow", "too slow")

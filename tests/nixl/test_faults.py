@@ -261,7 +261,7 @@ def test_an_agent_that_can_not_be_made_anew_fails_loads_until_it_can(
         step_until(d, lambda: w._agent.transport is not None)
         assert refusals == []
     again, why = ("no new NIXL agent, next try in 0.05 s: no memory",), "this rank has no NIXL agent"
-    no_agent = [("handshake failed: peer P@", why), ("load of r failed: peer P@", why)]
+    no_agent = [("handshake failed, none again for 1 s: peer P@", why), ("load of r failed: peer P@", why)]
     told.exactly("a test wants it: making a new NIXL agent", again, again, *no_agent)
 
 

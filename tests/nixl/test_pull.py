@@ -19,6 +19,7 @@ from tests.support import (
     free_port,
     wait_until,
 )
+from tests.told import Told, listening
 
 POLLS = ("get_finished", "get_transfer_results")
 
@@ -31,6 +32,12 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
+
+
+@pytest.fixture
+def told() -> Iterator[Told]:
+    with listening() as made:
+        yield made
 
 
 @pytest.fixture
@@ -189,7 +196,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("what", BAD)
-def test_a_wrong_reference_fails_that_request_only(sides: Callable[..., Side], what: str) -> None:
+def test_a_wrong_reference_fails_that_request_only(sides: Callable[..., Side], told: Told, what: str) -> None:
     settings = {"kv_connector_extra_config": {"kvconn": {"handshake": 0.3}}}
     p, d = sides("P", NIXL_PRODUCER), sides("D", {**NIXL_CONSUMER, **settings})
     params = p.prefill("a", [3, 4], seed=2)
@@ -201,6 +208,10 @@ def test_a_wrong_reference_fails_that_request_only(sides: Callable[..., Side], w
     d.load("good", good, [10, 11])
     transfer(p, d, "good", lambda: "good" in d.received and "b" in p.sent)
     assert d.failed == ["bad"] and d.holds([10, 11], seed=3)
+    handshake = [line for line in told.lines if "none again for 1 s" in line]
+    refused = [line for line in told.lines if "bad" in line]
+    assert len(refused) == 1 and d.reasons["bad"].partition(" (the load")[0] in refused[0], told.lines
+    assert len(handshake) <= 1 and len(told.lines) == 1 + len(handshake)
 
 
 def test_lives_of_one_id_follow_each_other(sides: Callable[..., Side]) -> None:
