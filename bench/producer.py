@@ -1,21 +1,83 @@
-"""P in a process of its own, so that reads cross processes (CMA) and both connectors find the same memory there."""
+"""P and D of one kind, each in a process of its own, as two engines on one host are: reads go over CMA.
+
+Both are stopped (SIGSTOP) while it is not their turn: stock's agents spin, and would take a core each from the others.
+P steps once a millisecond, D as fast as it can; both wait for orders otherwise.
+"""
 
 from __future__ import annotations
 
 import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
-from bench.halves import BLOCK_SIZE, KINDS, Halves, Kind, layer_names
-from kvconn.transport.base import MemoryRegion
+from bench.halves import BLOCK_SIZE, Halves, Kind, layer_names
+from kvconn.nixl import reader
+from kvconn.transport.base import HandleState, MemoryRegion
 from kvconn.transport.nixl import NixlTransport
 
-__all__ = ["Producer", "caches"]
+__all__ = ["Engines", "Spent", "Subject", "caches", "regions"]
 
-DEADLINE = 180.0
+DEADLINE = 120.0
+Subject = Kind | Literal["raw"]
+#: seconds by phase; "all" is from D's first step to its report
+Spent = dict[str, float]
+
+
+class Engines:
+    """The driver's end. ``raw``: two bare agents instead of connectors."""
+
+    def __init__(self, kind: Subject, layers: int, blocks: int, block_bytes: int) -> None:
+        self.kind: Subject = kind
+        self._started = 0
+        context = multiprocessing.get_context("spawn")
+        self._ends: list[tuple[Any, Connection]] = []
+        for serve in (_produce, _consume):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=serve, args=(theirs, kind, layers, blocks, block_bytes), daemon=True)
+            process.start()
+            self._ends.append((process, ours))
+        blob_and_bases = self._answer(0)
+        self._order(1, blob_and_bases)
+        self.stop()
+
+    def read(self, remote: list[int], local: list[int]) -> Spent:
+        """One request: held by P in blocks ``remote``, read by D into ``local``."""
+        self._started += 1
+        id = f"{self.kind}{self._started}"
+        self._signal(signal.SIGCONT)
+        params = self._order(0, (id, remote))
+        spent: Spent = self._order(1, (id, local, params))
+        self.stop()
+        return spent
+
+    def stop(self) -> None:
+        self._signal(signal.SIGSTOP)
+
+    def close(self) -> None:
+        for process, _ in self._ends:
+            process.kill()
+            process.join(DEADLINE)
+
+    def _signal(self, which: int) -> None:
+        for process, _ in self._ends:
+            os.kill(process.pid, which)
+
+    def _order(self, end: int, order: object) -> Any:
+        self._ends[end][1].send(order)
+        return self._answer(end)
+
+    def _answer(self, end: int) -> Any:
+        pipe = self._ends[end][1]
+        if not pipe.poll(DEADLINE):
+            raise RuntimeError(f"{self.kind}: no answer within {DEADLINE:g} s")
+        return pipe.recv()
 
 
 def caches(layers: int, blocks: int, block_bytes: int, fill: int) -> dict[str, torch.Tensor]:
@@ -28,65 +90,115 @@ def regions(tensors: dict[str, torch.Tensor]) -> list[MemoryRegion]:
     return [MemoryRegion(one.data_ptr(), one.nbytes) for one in tensors.values()]
 
 
-class Producer:
-    """The driver's end."""
-
-    def __init__(self, layers: int, blocks: int, block_bytes: int) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, child = context.Pipe()
-        self._process = context.Process(target=_serve, args=(child, layers, blocks, block_bytes), daemon=True)
-        self._process.start()
-        self.blob, self.bases = self._answer()
-
-    def prefill(self, kind: Kind, id: str, blocks: list[int]) -> dict[str, Any]:
-        """A request of that connector's P, held for one reader."""
-        self._pipe.send((kind, id, blocks))
-        params: dict[str, Any] = self._answer()
-        return params
-
-    def gather(self, ids: list[int]) -> float:
-        """Seconds to copy these blocks of every layer into one piece of memory there."""
-        self._pipe.send(("gather", "", ids))
-        return float(self._answer())
-
-    def _answer(self) -> Any:
-        if not self._pipe.poll(DEADLINE):
-            raise RuntimeError(f"P did not answer within {DEADLINE:g} s")
-        return self._pipe.recv()
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.join(DEADLINE)
-
-
-def _serve(pipe: Connection, layers: int, blocks: int, block_bytes: int) -> None:
-    tensors = caches(layers, blocks, block_bytes, 7)
-    raw = NixlTransport("pump")
+def _agent(tensors: dict[str, torch.Tensor]) -> NixlTransport:
+    raw = NixlTransport("pump", batch=False)
     raw.register(regions(tensors))
-    halves = {kind: Halves(kind, "kv_producer", blocks=blocks, block_bytes=block_bytes, caches=tensors,
-                           layers=layers) for kind in KINDS}  # fmt: skip
-    pipe.send((raw.metadata(), [one.data_ptr() for one in tensors.values()]))
+    return raw
+
+
+# -- P
+
+
+def _produce(pipe: Connection, kind: Subject, layers: int, blocks: int, block_bytes: int) -> None:
+    tensors = caches(layers, blocks, block_bytes, 7)
+    if kind == "raw":
+        raw = _agent(tensors)
+        pipe.send((raw.metadata(), [one.data_ptr() for one in tensors.values()]))
+        while True:
+            pipe.recv()
+            pipe.send(None)
+    p = Halves(kind, "kv_producer", blocks=blocks, block_bytes=block_bytes, caches=tensors, layers=layers)
+    pipe.send(None)
     while True:
         if pipe.poll(0.001):
-            kind, id, wanted = pipe.recv()
-            pipe.send(_gather(tensors, wanted) if kind == "gather" else _prefill(halves[kind], id, wanted))
-        for one in halves.values():
-            one.step()
+            params = p.prefill(*pipe.recv())
+            p.step()
+            pipe.send(params)
+        p.step()
 
 
-def _prefill(halves: Halves, id: str, blocks: list[int]) -> dict[str, Any]:
-    params = halves.prefill(id, blocks)
-    halves.step()
-    return params
+# -- D
 
 
-def _gather(tensors: dict[str, torch.Tensor], ids: list[int]) -> float:
-    import time
+def _consume(pipe: Connection, kind: Subject, layers: int, blocks: int, block_bytes: int) -> None:
+    tensors = caches(layers, blocks, block_bytes, 0)
+    told = pipe.recv()
+    read = (
+        _raw(tensors, block_bytes, *told) if kind == "raw" else _connector(kind, tensors, layers, blocks, block_bytes)
+    )
+    pipe.send(None)
+    while True:
+        id, local, params = pipe.recv()
+        for one in tensors.values():
+            one[local[0]] = one[local[-1]] = 0
+        spent = read(id, local, params)
+        if kind != "raw" and any(int(one[block, 0, -1, -1]) != 7 for one in tensors.values() for block in local):
+            raise RuntimeError(f"{id}: the bytes did not come")
+        pipe.send(spent)
 
-    index = np.array(ids)
-    views = [one.numpy().reshape(one.shape[0], -1).view(np.uint64) for one in tensors.values()]
-    out = np.zeros((len(views), len(ids), views[0].shape[1]), np.uint64)
-    start = time.perf_counter()
-    for view, target in zip(views, out, strict=True):
-        np.take(view, index, axis=0, out=target, mode="clip")
-    return time.perf_counter() - start
+
+Read = Callable[[str, list[int], Any], Spent]
+
+
+def _raw(tensors: dict[str, torch.Tensor], block_bytes: int, blob: bytes, bases: list[int]) -> Read:
+    agent = _agent(tensors)
+    peer = agent.add_peer(blob)
+
+    def read(id: str, local: list[int], params: Any) -> Spent:
+        size = block_bytes * len(local)
+        ours = np.array([[one.data_ptr(), size] for one in tensors.values()], np.int64)
+        theirs = np.array([[base, size] for base in bases], np.int64)
+        start = time.perf_counter()
+        handle = agent.post_read(peer, ours, theirs)
+        while agent.poll(handle) is HandleState.PENDING:
+            pass
+        spent = time.perf_counter() - start
+        agent.release(handle)
+        return {"all": spent}
+
+    return read
+
+
+def _connector(kind: Kind, tensors: dict[str, torch.Tensor], layers: int, blocks: int, block_bytes: int) -> Read:
+    d = Halves(kind, "kv_consumer", layers=layers, blocks=blocks, block_bytes=block_bytes, caches=tensors)
+    watch = _Watch()
+    if kind == "ours":
+        watch.over("pairing", reader, "reads")
+        watch.over("reads", d.worker.inner.worker._agent.transport, "post_read")
+    else:
+        watch.over("pairing", d.worker.connector_worker.nixl_wrapper, "make_prepped_xfer")
+        watch.over("reads", d.worker.connector_worker.nixl_wrapper, "transfer")
+
+    def read(id: str, local: list[int], params: Any) -> Spent:
+        d.load(id, local, params)
+        watch.spent.clear()
+        start = time.perf_counter()
+        while not (done := d.step()).finished_recving and time.perf_counter() < start + DEADLINE:
+            pass
+        watch.spent["all"] = time.perf_counter() - start
+        if not done.finished_recving or done.failed_recving:
+            raise RuntimeError(f"{id}: {done}")
+        return dict(watch.spent)
+
+    return read
+
+
+class _Watch:
+    """Seconds inside of calls."""
+
+    def __init__(self) -> None:
+        self.spent: Spent = {}
+
+    def over(self, phase: str, owner: Any, name: str) -> None:
+        """From now on calls of ``owner.name`` count as this phase; a read of a word as "word"."""
+        call = getattr(owner, name)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            answer = call(*args, **kwargs)
+            word = name == "post_read" and len(args[1]) == 1 and args[1][0, 1] == 8
+            key = "word" if word else phase
+            self.spent[key] = self.spent.get(key, 0.0) + time.perf_counter() - start
+            return answer
+
+        setattr(owner, name, timed)
