@@ -10,6 +10,7 @@ Rules
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -165,7 +166,8 @@ class HandshakeServer:
         if not self._gate.asks(address, time.monotonic()):
             self._refuse("requests", f"{address} asks too often (kvconn.handshake_rate)")
             return
-        self._connections.asked(int(body.get(zmq.SRCFD)), time.monotonic())
+        with contextlib.suppress(zmq.ZMQError):  # a libzmq that does not say: it is idle for us, and comes again
+            self._connections.asked(int(body.get(zmq.SRCFD)), time.monotonic())
         clock = msgspec.msgpack.encode(time.perf_counter())
         self._socket.send_multipart([frames[0].bytes, b"", payload, clock], zmq.NOBLOCK)
 
