@@ -51,9 +51,9 @@ class Connection(msgspec.Struct, frozen=True):
     received: int
 
 
-def seen(fd: int, port: int, end: int | None = None) -> Connection | None:
-    """The connection at our port with this descriptor; None when that is something else by now. ``end``: it is shut
-    down if it is the one with this inode; ZMQ sees its end and closes it."""
+def seen(fd: int, port: int, end: int | None = None, theirs: bool = False) -> Connection | None:
+    """The connection at our port, or at ``theirs``, with this descriptor; None when that is something else by now.
+    ``end``: it is shut down if it is the one with this inode; ZMQ sees its end and closes it."""
     try:
         copy = os.dup(fd)
     except OSError:
@@ -64,7 +64,7 @@ def seen(fd: int, port: int, end: int | None = None) -> Connection | None:
         os.close(copy)
         return None
     with found, contextlib.suppress(OSError, IndexError, TypeError):  # over, or of a family with other names
-        now = _connection(found, port)
+        now = _connection(found, port, theirs)
         if now is not None and now.inode == end:
             found.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _AT_ONCE)
             found.shutdown(socket.SHUT_RDWR)
@@ -72,10 +72,10 @@ def seen(fd: int, port: int, end: int | None = None) -> Connection | None:
     return None
 
 
-def _connection(found: socket.socket, port: int) -> Connection | None:
+def _connection(found: socket.socket, port: int, theirs: bool) -> Connection | None:
     local, remote = found.getsockname(), found.getpeername()
     address = numeric(str(remote[0]))
-    if found.type is not socket.SOCK_STREAM or local[1] != port or address is None:
+    if found.type is not socket.SOCK_STREAM or (remote if theirs else local)[1] != port or address is None:
         return None
     info = found.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RECEIVED.size)
     received = _RECEIVED.unpack(info)[0] if len(info) == _RECEIVED.size else 0

@@ -20,11 +20,11 @@ from zmq.utils.monitor import parse_monitor_message
 from kvconn.nixl.gate import BUSY
 from kvconn.trust import FleetKey
 
-__all__ = ["CONNECTIONS", "FAILURES", "Curve", "Noted", "Refusal", "ended", "noted", "refusal"]
+__all__ = ["CONNECTIONS", "FAILURES", "Curve", "Noted", "Refusal", "noted", "refusal"]
 
 #: what monitors are asked for: who did not get through; who is there
 FAILURES = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-CONNECTIONS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
+CONNECTIONS = zmq.EVENT_ACCEPTED | zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,8 @@ class Refusal:
 
 
 class Noted(msgspec.Struct, frozen=True):
-    """What a server's monitor says: descriptors of connections that came and went, or that one ended in its handshake,
-    and not because the gate said so."""
+    """What a monitor says: descriptors of connections that came and went, or, of a server's, that one ended in its
+    handshake, and not because the gate said so."""
 
     came: int | None = None
     went: int | None = None
@@ -76,19 +76,14 @@ class Noted(msgspec.Struct, frozen=True):
 
 
 def noted(message: list[bytes]) -> Noted:
-    """Of a monitor of a server."""
+    """Of a monitor of a server, or of a client."""
     told = parse_monitor_message(message)
     event, fd = told["event"], int(told["value"])
-    if event == zmq.EVENT_ACCEPTED:
+    if event in (zmq.EVENT_ACCEPTED, zmq.EVENT_CONNECTED):
         return Noted(came=fd)
     if event & (zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED):
         return Noted(went=fd)
     return Noted(unasked=bool(event & FAILURES & ~zmq.EVENT_HANDSHAKE_FAILED_AUTH))
-
-
-def ended(message: list[bytes]) -> bool:
-    """Of a monitor of a client: a connection that had got through its handshake is over."""
-    return bool(parse_monitor_message(message)["event"] & zmq.EVENT_DISCONNECTED)
 
 
 def refusal(message: list[bytes], keyed: bool) -> Refusal | None:

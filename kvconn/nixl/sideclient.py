@@ -24,7 +24,8 @@ from dataclasses import dataclass, field
 import zmq
 
 from kvconn.config import LIMITS
-from kvconn.nixl.curve import FAILURES, Curve, ended, refusal
+from kvconn.nixl.connections import ROOM, seen
+from kvconn.nixl.curve import CONNECTIONS, FAILURES, Curve, noted, refusal
 from kvconn.nixl.names import LookUp, Names, endpoint, look_up, plain_name
 from kvconn.nixl.wire import MAX_FRAME, encode_request, parse_timestamp
 from kvconn.params import PeerKey
@@ -36,6 +37,9 @@ __all__ = ["HandshakeClient", "HandshakeResult"]
 MAX_PENDING = 128
 #: milliseconds between two tries to connect grow to this
 _RECONNECT_MS = 1000
+#: bytes of one, with CURVE's; and milliseconds between two looks at how many have come
+MAX_ANSWER = MAX_FRAME + ROOM
+_WEIGH_MS = 100
 #: addresses of one name that are tried
 MAX_TRIED = 8
 
@@ -74,6 +78,8 @@ class _Line:
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], ask: _Ask) -> None:
         self.ask = ask
+        #: descriptors of its connections
+        self.open: set[int] = set()
         #: by endpoint: keys that were not tried there
         self._keys: dict[str, list[Curve]] = {}
         self.socket = context.socket(zmq.DEALER)
@@ -82,7 +88,7 @@ class _Line:
             self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)
             self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MS)
             self.socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing is queued for an address that may never be there
-            self.monitor = self.socket.get_monitor_socket(FAILURES | zmq.EVENT_DISCONNECTED)
+            self.monitor = self.socket.get_monitor_socket(FAILURES | CONNECTIONS)
         except zmq.ZMQError:
             self.socket.close()
             raise
@@ -215,6 +221,7 @@ class HandshakeClient:
                         self._receive(poller, line)
                     else:
                         self._send(poller, line)
+                self._weigh(poller)
                 self._expire(poller)
                 while self._named:
                     self._take_names(*self._named.popleft())
@@ -228,7 +235,8 @@ class HandshakeClient:
         first = min((ask.deadline for ask in self._under_way()), default=None)
         if first is None:
             return 1000
-        return max(1, min(1000, int((first - self._clock()) * 1000) + 1))
+        longest = _WEIGH_MS if self._lines else 1000
+        return max(1, min(longest, int((first - self._clock()) * 1000) + 1))
 
     def _under_way(self) -> Iterator[_Ask]:
         yield from (line.ask for line in self._lines.values())
@@ -317,7 +325,11 @@ class HandshakeClient:
             message = line.monitor.recv_multipart(zmq.NOBLOCK)
         except zmq.ZMQError:
             return
-        if ended(message):  # perhaps it was asked; whoever is there next is asked again
+        told = noted(message)
+        if told.came is not None:
+            line.open.add(told.came)
+        elif told.went in line.open:  # perhaps it was asked; whoever is there next is asked again
+            line.open.discard(told.went)
             poller.modify(line.socket, zmq.POLLIN | zmq.POLLOUT)
         found = refusal(message, bool(self._curves))
         if found is None or (not found.final and line.tries_another_key(found.where)):
@@ -328,6 +340,17 @@ class HandshakeClient:
         if len(ask.final) >= ask.tried:
             self._finish(poller, line)
             self._fail(ask, found.why)
+
+    def _weigh(self, poller: zmq.Poller) -> None:
+        """An answer of more bytes than any is: ZMQ bounds its frames, and not how many there are."""
+        for line in set(self._lines.values()):
+            for found in (seen(fd, line.ask.key[2], theirs=True) for fd in line.open):
+                if found is not None and found.received > MAX_ANSWER:
+                    self._finish(poller, line)
+                    self._fail(
+                        line.ask, f"an answer of {found.received} bytes and no end, at most {MAX_ANSWER} are read"
+                    )
+                    break
 
     def _expire(self, poller: zmq.Poller) -> None:
         now = self._clock()

@@ -44,8 +44,8 @@ __all__ = [
 
 WIRE_VERSION: Final = 1
 GET_META: Final = b"get_meta_msg"
-#: bytes; a reader may have sideclient.MAX_PENDING of them at once
-MAX_FRAME: Final = 16 << 20
+#: bytes; a thousand regions take a tenth of it, and a reader may have sideclient.MAX_PENDING of them at once
+MAX_FRAME: Final = 4 << 20
 MAX_REQUEST: Final = 256
 MAX_NOTIFICATION: Final = 1 << 20
 MAX_REGIONS: Final = 1 << 16

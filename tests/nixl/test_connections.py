@@ -166,6 +166,41 @@ def test_a_message_without_an_end_ends_with_its_connection(told: Told) -> None:
         server.close()
 
 
+def test_an_answer_without_an_end_ends_that_handshake_long_before_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host that a client names. Others are asked and heard meanwhile."""
+    monkeypatch.setattr("kvconn.nixl.sideclient.MAX_ANSWER", 1 << 20)
+    server = HandshakeServer(HOST, 0, {(0, 0): PAYLOAD}, OPEN)
+    asking = HandshakeClient(600.0)
+    got: list[HandshakeResult] = []
+    listener = socket.create_server((HOST, 0))
+
+    def answer() -> None:
+        with listener.accept()[0] as raw, contextlib.suppress(OSError):
+            raw.settimeout(20)
+            raw.sendall(GREETING + READY)
+            said = b""
+            while b"READY" not in said:
+                said += raw.recv(4096)
+            while True:
+                raw.sendall(MORE * 4096)
+
+    hostile = threading.Thread(target=answer)
+    hostile.start()
+    try:
+        asking.start(("P", HOST, listener.getsockname()[1]))
+        asking.start(("P", HOST, port_of(server)))
+        wait_until(lambda: got.extend(asking.results()) is None and len(got) == 2)
+        why = [result.why for result in got if result.payload is None]
+        assert len(why) == 1 and "bytes and no end, at most 1048576 are read" in why[0], got
+        assert "pending=0" in repr(asking)
+        hostile.join(20)
+        assert not hostile.is_alive(), "its connection was ended"
+    finally:
+        asking.close()
+        listener.close()
+        server.close()
+
+
 def test_connections_that_say_nothing_are_bounded_and_end_while_honest_peers_are_served(
     server: HandshakeServer, told: Told
 ) -> None:
