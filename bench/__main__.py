@@ -14,6 +14,7 @@ BENCHES: Final = {
     "bookkeeping": "what a step and the end of a request cost the processor",
     "reads": "one request's KV between two processes, over fresh and used pools",
     "contact": "what is prepared before the first byte",
+    "scale": "what a peer costs, and a thousand of them",
     "latency": "from P's end of a request to D's report, and to its first token",
     "idle": "what an agent costs while nothing moves",
 }

@@ -123,7 +123,7 @@ class SendLeases:
     def expire(self, now: float) -> list[Ended]:
         """Sends whose deadline has passed. Call after notifications were drained (C11)."""
         ended: list[Ended] = []
-        while self._heap and self._heap[0][0] <= now:
+        while self._heap and (self._heap[0][0] <= now or self._heap[0][1] not in self._held):
             _, transfer_id = heapq.heappop(self._heap)
             send = self._held.get(transfer_id)
             if send is None:

@@ -181,7 +181,7 @@ class HandshakeClient:
         self._named: deque[tuple[str, list[str], str]] = deque()
         self._names = Names(self._name_found, look_up)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._context.setsockopt(zmq.MAX_SOCKETS, 65000)
+        self._context.set(zmq.MAX_SOCKETS, 65000)
         self._stop = threading.Event()
         self._bell = _Bell()
         self._thread = threading.Thread(target=self._run, name="kvconn-handshakes", daemon=True)

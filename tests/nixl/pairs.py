@@ -72,7 +72,7 @@ class Net:
         """A lease later nothing is owed by or to anybody, nothing is on its way, every table is empty."""
         for loaded in list(self.loaded):
             self.end(loaded)
-        for clock in {id(half._clock): half._clock for side in self.sides for half in _halves(side)}.values():
+        for clock in {id(half._clock): half._clock for side in self.sides for half in halves(side)}.values():
             clock.advance(LEASE + 10)  # what came after its life is forgotten a lease later
         for _ in range(3):
             self.net.run()
@@ -81,7 +81,7 @@ class Net:
         assert self.net.under_way() == []
         for side in self.sides:
             assert side.aggregator.pending() == [], side.name
-            for half in _halves(side):
+            for half in halves(side):
                 assert half.explain(self.clock()) == []
                 assert left_over(half) == [], left_over(half)
 
@@ -90,5 +90,5 @@ class Net:
             side.close()
 
 
-def _halves(side: Side) -> list[Any]:
+def halves(side: Side) -> list[Any]:
     return [side.scheduler, *side.workers]

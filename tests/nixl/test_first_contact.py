@@ -10,12 +10,17 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import zmq
 
 from kvconn.errors import TransportError
+from kvconn.nixl.sideclient import MAX_PENDING, HandshakeClient, HandshakeResult
+from kvconn.nixl.sideserver import HandshakeServer
+from kvconn.params import PeerKey
 from kvconn.testing import LoopbackNet
 from kvconn.transport.loopback import LoopbackTransport
+from kvconn.trust import Trust
 from tests.nixl.pairs import Net
-from tests.support import Side, wait_until
+from tests.support import Side, free_port, wait_until
 
 BLOCKS = [3, 4]
 
@@ -167,3 +172,19 @@ def test_a_worker_that_ends_waits_for_the_introduction(pair: Pair) -> None:
     pair.agent.may_load.set()
     ending.join(20)
     assert not ending.is_alive() and pair.agent._closed
+
+
+def test_three_thousand_peers_asked_at_once_all_answer() -> None:
+    port = free_port()
+    server = HandshakeServer("127.0.0.1", port, {(0, 0): b"me"}, Trust(rate=100_000))
+    client = HandshakeClient(20.0)
+    assert client._context.get(zmq.MAX_SOCKETS) > 8 * MAX_PENDING  # three each, and those that libzmq still closes
+    try:
+        asks = {client.start(PeerKey("P", "127.0.0.1", port, 1, 1, 1)) for _ in range(3000)}
+        got: list[HandshakeResult] = []
+        wait_until(lambda: got.extend(client.results()) or len(got) == len(asks))  # type: ignore[func-returns-value]
+        assert {one.ask for one in got} == asks
+        assert {one.why for one in got} == {""}
+    finally:
+        client.close()
+        server.close()
