@@ -40,12 +40,20 @@ LEASE = {"kv_connector_extra_config": {"kv_lease_duration": 1}}
 
 #: model, producer, consumer, and how their engines differ otherwise
 PAIRS: dict[str, tuple[ModelSpec, ParallelConfig, ParallelConfig, dict[str, Any], dict[str, Any]]] = {
+    "tp 2 to 2": (HEADS, ParallelConfig(tp=2), ParallelConfig(tp=2), {}, {}),
     "tp 1 to 2": (HEADS, ParallelConfig(), ParallelConfig(tp=2), {}, {}),
     "tp 2 to 1": (HEADS, ParallelConfig(tp=2), ParallelConfig(), {}, {}),
     "tp 2 to 4, copies of heads": (COPIES, ParallelConfig(tp=2), ParallelConfig(tp=4), {}, {}),
     "latent, tp 2 to 1": (LATENT, ParallelConfig(tp=2), ParallelConfig(), {}, {}),
     "latent, tp 1 to 2": (LATENT, ParallelConfig(), ParallelConfig(tp=2), {}, {}),
     "pp 2 to 1": (HEADS, ParallelConfig(pp=2), ParallelConfig(), {}, {}),
+    "pp 1 to 2": (HEADS, ParallelConfig(), ParallelConfig(pp=2), {}, {}),
+    "pcp 2 to 1": (HEADS, ParallelConfig(pcp=2), ParallelConfig(), {}, {}),
+    "pools of 20 and 40 blocks": (HEADS, ParallelConfig(), ParallelConfig(), {"num_blocks": 20}, {"num_blocks": 40}),
+    "dcp 2 to 2, in turns of 1 and of 4": (
+        LATENT, ParallelConfig(tp=2, dcp=2), ParallelConfig(tp=2, dcp=2, dcp_interleave=4), {}, {},
+    ),
+    "dcp 2 to 2": (LATENT, ParallelConfig(tp=2, dcp=2), ParallelConfig(tp=2, dcp=2), {}, {}),
     "pcp 2 dcp 2 to 1": (LATENT, ParallelConfig(pcp=2, dcp=2), ParallelConfig(), {}, {}),
     "dcp 1 to 2": (LATENT, ParallelConfig(), ParallelConfig(tp=2, dcp=2), {}, {}),
     "window, tp 1 to 2": (WINDOW, ParallelConfig(), ParallelConfig(tp=2), CHUNKS, {}),
@@ -57,7 +65,7 @@ PAIRS: dict[str, tuple[ModelSpec, ParallelConfig, ParallelConfig, dict[str, Any]
     "transformer with state, pcp 2 to 1": (REAL_STATE, ParallelConfig(pcp=2), ParallelConfig(), CHUNKS, {}),
     "blocks 16 to 32": (HEADS, ParallelConfig(), ParallelConfig(), {"block_size": 16}, {"block_size": 32}),
     "blocks 32 to 16": (HEADS, ParallelConfig(), ParallelConfig(), {"block_size": 32}, {"block_size": 16}),
-}
+}  # fmt: skip
 
 
 @pytest.fixture

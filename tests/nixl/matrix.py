@@ -48,6 +48,7 @@ ROWS = (
         "equal sizes",
         "yes",
         ((GQA, GQA), (MLA, MLA), *_tp(GQA, (4, 4))),
+        ("tp 2 to 2",),
         vllm=(("tp 2 to 2", "test_tp::test_two_to_two"),),
     ),
     Row(
@@ -77,13 +78,19 @@ ROWS = (
         ("latent, tp 2 to 1", "latent, tp 1 to 2"),
     ),
     Row("PP on P", "no (push mode only)", ((other(GQA, pp=2), GQA), (other(MLA, pp=2), MLA)), ("pp 2 to 1",)),
-    Row("PP on D, or on both", "no", ((GQA, other(GQA, pp=2)), (other(GQA, pp=2, tp=2), other(GQA, pp=2, tp=4)))),
+    Row(
+        "PP on D, or on both",
+        "no",
+        ((GQA, other(GQA, pp=2)), (other(GQA, pp=2, tp=2), other(GQA, pp=2, tp=4))),
+        ("pp 1 to 2", "transformer, tp 2 to pp 2"),
+    ),
     Row(
         "DCP, equal on both sides",
         "latent, DCP equal to TP",
         tuple(
             (other(e, interleave=i),) * 2 for e in (other(MLA, tp=2, dcp=2), other(FEW, tp=8, dcp=2)) for i in (1, 4)
         ),
+        ("dcp 2 to 2",),
     ),
     Row(
         "DCP on one side, or sizes that divide",
@@ -100,6 +107,7 @@ ROWS = (
         "DCP with different interleave",
         "no",
         ((other(MLA, tp=2, dcp=2, interleave=1), other(MLA, tp=2, dcp=2, interleave=4)),),
+        ("dcp 2 to 2, in turns of 1 and of 4",),
     ),
     Row(
         "PCP sharded by DCP on P (its ranks are transfer ranks)",
@@ -118,7 +126,7 @@ ROWS = (
             (other(GQA, replicas=3, tp=2), other(GQA, tp=4)),
             (other(MLA, replicas=2, pp=2), MLA),
         ),
-        ("transformer with state, pcp 2 to 1",),
+        ("pcp 2 to 1", "transformer with state, pcp 2 to 1"),
         (("MLA, pcp 2 to 1", "test_pcp::test_ours_frees_each_request_when_it_was_read[alone]"),),
     ),
     Row(
@@ -156,7 +164,12 @@ ROWS = (
         "one row is all there is",
         (*_both(GQA, kv="apart"), *_both(GQA, kv="block"), (other(GQA, kv="apart", tp=2), other(GQA, kv="block"))),
     ),
-    Row("gaps between blocks, other pool sizes", "yes", (*_both(GQA, gap=24), *_both(GQA, blocks=9))),
+    Row(
+        "gaps between blocks, other pool sizes",
+        "yes",
+        (*_both(GQA, gap=24), *_both(GQA, blocks=9)),
+        ("pools of 20 and 40 blocks",),
+    ),
     Row(
         "full and sliding-window attention (only the window travels)",
         "yes",
