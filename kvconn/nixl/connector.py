@@ -33,7 +33,7 @@ from kvconn.geometry import RankRole, Share, is_replicated
 from kvconn.ledger import filter_output
 from kvconn.metrics import Stats
 from kvconn.nixl.handshake import side_of
-from kvconn.nixl.metadata import SILENT, NixlHandshake, NixlMetadata
+from kvconn.nixl.metadata import RESTING, SILENT, NixlHandshake, NixlMetadata
 from kvconn.nixl.routes import MAX_PP, MAX_TP
 from kvconn.nixl.scheduler import NixlScheduler
 from kvconn.nixl.wire import WireCodec
@@ -99,7 +99,10 @@ class NixlConnector(KVConnector):
 
     def build_connector_meta(self, step: StepView) -> ConnectorMetadata:
         said = self.scheduler.step(step, self._clock())
-        return SILENT if said is None else NixlMetadata(said)
+        rests = self.scheduler.loading and not step.requests
+        if said is None:
+            return RESTING if rests else SILENT
+        return NixlMetadata(said, rests)
 
     def request_finished(
         self, request: RequestView, blocks: BlockIds, reason: FinishReason
@@ -141,8 +144,10 @@ class NixlConnector(KVConnector):
 
     def bind_connector_metadata(self, metadata: ConnectorMetadata) -> None:
         super().bind_connector_metadata(metadata)
-        if isinstance(metadata, NixlMetadata) and metadata.step is not None:
-            self.worker.bind(metadata.step, self._clock())
+        if isinstance(metadata, NixlMetadata):
+            self.worker.rests = metadata.rests
+            if metadata.step is not None:
+                self.worker.bind(metadata.step, self._clock())
 
     def start_load_kv(self, context: object = None, **kwargs: object) -> None:
         self.worker.start_loads(self._clock())

@@ -123,6 +123,11 @@ class Contacts:
         again = peer.failed(str(err), now)
         log.warning("rank %d: handshake failed, none again for %g s: %s", self._rank, again, err)
 
+    @property
+    def meets_next(self) -> bool:
+        """Would :meth:`meet` begin something?"""
+        return self._next is not None
+
     def meet(self) -> None:
         """Begin to load the agents of the next peer. Last in a poll: from here on our agent may be busy."""
         if self._next is not None and self._agent.transport is not None:

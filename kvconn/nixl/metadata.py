@@ -18,7 +18,7 @@ from kvconn.base import BlockIds, ConnectorMetadata, HandshakeMetadata
 from kvconn.nixl.fence import Fence
 from kvconn.params import PeerKey, RemoteRef
 
-__all__ = ["SILENT", "LoadSpec", "NixlHandshake", "NixlMetadata", "NixlStep", "SendSpec"]
+__all__ = ["RESTING", "SILENT", "LoadSpec", "NixlHandshake", "NixlMetadata", "NixlStep", "SendSpec"]
 
 
 class SendSpec(msgspec.Struct, frozen=True):
@@ -72,13 +72,18 @@ class NixlStep(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class NixlMetadata(ConnectorMetadata):
-    """The engine's envelope around one :class:`NixlStep`; None when there is nothing to say."""
+    """The engine's envelope around one :class:`NixlStep`; None when there is nothing to say.
+
+    ``rests``: no token is computed in this step, and loads are open.
+    """
 
     step: NixlStep | None
+    rests: bool = False
 
 
 #: what most steps ship
 SILENT: Final = NixlMetadata(None)
+RESTING: Final = NixlMetadata(None, rests=True)
 
 
 @dataclass(frozen=True)

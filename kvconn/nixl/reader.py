@@ -40,13 +40,15 @@ from kvconn.nixl.transfers import Reads, Settled
 from kvconn.params import RemoteRef, peer_name
 from kvconn.transport.base import HandleState, Transport
 
-__all__ = ["Reader"]
+__all__ = ["SPIN", "Reader"]
 
 log = logging.getLogger("kvconn.nixl")
 #: fence words that may be read at once
 SCRATCH = 16384
 #: seconds a poll may wait for a fence word, which takes microseconds on a good day
 SPIN = 200e-6
+#: seconds after the last post or end for which the next one is near
+NEAR = 0.1
 #: characters of a reason that travel with a fact
 WHY_MAX = 500
 
@@ -108,6 +110,9 @@ class Reader:
         self._checks = Checks(SCRATCH)
         self._scratch: FenceWords | None = None
         self._looking: set[int] = set()
+        #: when something was last posted or done, and whether something was posted since the last :meth:`settle`
+        self._moved_at = 0.0
+        self._fresh = False
         self._warned_unfenced = False
         self._quarantine_max = settings.kvconn.quarantine_max or max(
             1, int(kv_cache.num_blocks * LIMITS.quarantine_share)
@@ -128,6 +133,8 @@ class Reader:
     def start(self, now: float) -> None:
         """Post the reads of this step where the peer is known, start handshakes where it is not."""
         loads, self._pending = self._pending, []
+        if loads:
+            self._moved_at = now
         for load in loads:
             peer = load.ref.peer if load.ref is not None else None
             blocks = sum(block != NO_BLOCK for group in load.local for block in group)
@@ -235,6 +242,7 @@ class Reader:
     def _under_way(self, id: str, handle: int, posted: _Posted) -> None:
         self._reads.posted(id, handle, posted.agent)
         self._posted[handle] = posted
+        self._moved_at, self._fresh = posted.began, True
 
     def _fail(self, id: str, why: str, now: float, told: bool = False) -> None:
         """The result of this life is failure; its blocks stay until it is quiet. ``told``: it was said before."""
@@ -244,6 +252,20 @@ class Reader:
             self._meter.add("nixl_num_failed_transfers")
             level = logging.INFO if told else logging.WARNING
             log.log(level, "rank %d: load of %s failed: %s", self._rank, id, why)
+
+    def patience(self, now: float, rests: bool) -> float:
+        """Seconds that a poll may look on for an end that is near. ``rests``: nobody computes meanwhile."""
+        transport = self._agent.transport
+        if transport is None or not self._reads.expecting:
+            return 0.0
+        if rests:
+            return transport.patience if now - self._moved_at < NEAR else 0.0
+        return min(transport.patience, SPIN) if self._fresh else 0.0
+
+    @property
+    def expecting(self) -> bool:
+        """Something is open, and nothing is over yet."""
+        return self._reads.expecting
 
     @property
     def idle(self) -> bool:
@@ -315,6 +337,7 @@ class Reader:
     def _handle_done(self, handle: int, now: float) -> None:
         posted = self._forget(handle)
         posted.peer.used(now)
+        self._moved_at = now
         self._reads.done(handle)
         if posted.size:  # a fence word is no transfer
             self._meter.add("nixl_bytes_transferred", posted.size)
@@ -383,6 +406,7 @@ class Reader:
 
     def settle(self) -> tuple[set[str], set[str]]:
         """Lives that are over: received, and which of them failed. Tells their producers."""
+        self._fresh = False
         received: set[str] = set()
         failed: set[str] = set()
         for over in self._reads.settle():

@@ -361,6 +361,11 @@ class NixlScheduler:
         else:
             self._telling.pop(fact.id, None)
 
+    @property
+    def loading(self) -> bool:
+        """Are loads open that may still end well?"""
+        return bool(self._loading)
+
     def needs_steps(self, now: float) -> bool:
         """True while producers are still to be told to let go: their blocks would wait for the lease's end (C12)."""
         return bool(self._releases) or any(until > now for _, until in self._telling.values())

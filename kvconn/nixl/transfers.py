@@ -207,6 +207,11 @@ class Reads:
             self._deadlines.clear()
         return [Settled(read.id, read.n, read.failed) for read in over.values()]
 
+    @property
+    def expecting(self) -> bool:
+        """Lives are open, and none is over yet."""
+        return bool(self._open) and not self._over
+
     def quarantined(self, now: float) -> list[tuple[str, float, str]]:
         """Failed lives that are not quiet: id, age of the failure in seconds, reason."""
         held = ((read.id, read.quarantine) for read in self._quarantine.values())

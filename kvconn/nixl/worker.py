@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Literal, cast
@@ -46,7 +47,7 @@ from kvconn.nixl.handshake import Ours, describe, rank_cache
 from kvconn.nixl.leases import Ended, SendLeases
 from kvconn.nixl.metadata import NixlHandshake, NixlStep, SendSpec
 from kvconn.nixl.peers import Peer, PeerKey, Work
-from kvconn.nixl.reader import Reader
+from kvconn.nixl.reader import SPIN, Reader
 from kvconn.nixl.wire import Done, Heartbeat, WireCodec, parse_notification
 from kvconn.params import RemoteRef
 from kvconn.transport.base import MemoryRegion, Transport
@@ -54,6 +55,8 @@ from kvconn.transport.base import MemoryRegion, Transport
 __all__ = ["NixlWorker"]
 
 log = logging.getLogger("kvconn.nixl")
+#: seconds between two looks at what takes longer than SPIN
+NAP = 50e-6
 
 
 class NixlWorker:
@@ -89,6 +92,8 @@ class NixlWorker:
         self._slots: dict[int, int] = {}
         #: our agent was made anew and readers must be told
         self._republish = False
+        #: no token is computed in this step, and loads are open
+        self.rests = False
         #: until then nothing but a step or a notification can change anything here
         self._next_due = -math.inf
         #: lives a replicated rank has only to acknowledge: request id -> n, until the next poll.
@@ -209,8 +214,9 @@ class NixlWorker:
         if self._agent.due(now):
             self._reopen(now)
         self._take_notifications(news, now)
-        self._reader.drain(now)
         self._contacts.drain(now)
+        self._reader.drain(now)  # after it: work that waited for a handshake is posted, and may be done
+        self._look_on(now)
         sent = self._ended_sends(now)
         self._reader.expire(now)
         self._contacts.evict(now)
@@ -221,6 +227,18 @@ class NixlWorker:
         self._contacts.meet()
         self._next_due = self._when_due()
         return TransferResults(frozenset(sent), frozenset(received), frozenset(failed))
+
+    def _look_on(self, now: float) -> None:
+        """An engine asks once per step, and sleeps after one without tokens: what ends within that time is seen now."""
+        patience = 0.0 if self._ended else self._reader.patience(now, self.rests)
+        began = time.perf_counter()
+        while (spent := time.perf_counter() - began) < patience:
+            if self._contacts.meets_next or not self._reader.expecting:
+                return
+            if spent > SPIN:  # the pump goes on, and the peer may need this core; who yields it waits longer
+                time.sleep(NAP)
+            self._contacts.drain(now)
+            self._reader.drain(now)
 
     def _when_due(self) -> float:
         """When this half has something to do by itself."""

@@ -54,6 +54,8 @@ class Transport(ABC):
     name: str
     #: :meth:`add_peer` takes milliseconds, and may be called on another thread; whoever else calls waits meanwhile.
     meets_slowly: bool = False
+    #: seconds that are well spent looking again and again for the end of what was just posted
+    patience: float = 0.0
 
     @abstractmethod
     def register(self, regions: Sequence[MemoryRegion]) -> None:

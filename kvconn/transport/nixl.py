@@ -45,6 +45,8 @@ __all__ = ["NixlTransport", "cma_usable", "prepare_ucx_env"]
 
 log = logging.getLogger(__name__)
 
+#: a small read over tcp takes half of it; as long as an engine sleeps after a step without tokens
+PATIENCE: Final = 1e-3
 #: more notifications than this are not kept: a peer must not fill our memory (C9).
 MAX_NOTIFICATIONS: Final = 65536
 MAX_NOTIFICATION_BYTES: Final = 64 << 20
@@ -119,6 +121,7 @@ class NixlTransport(Transport):
     """
 
     meets_slowly = True
+    patience = PATIENCE
 
     def __init__(
         self,

@@ -322,6 +322,9 @@ class _Shares(Collection[StepRequest]):
     def __len__(self) -> int:
         return len(self._made)
 
+    def __bool__(self) -> bool:
+        return bool(self._output.num_scheduled_tokens)
+
     def __iter__(self) -> Iterator[StepRequest]:
         return iter(self._made)
 
