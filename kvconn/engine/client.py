@@ -283,14 +283,14 @@ def _loop(core: EngineCore, pipe: Connection, wake: int) -> str:
                 _obey(core, pipe, order, value)
         if not core.has_work():
             continue
-        computed, events = core.step()
+        busy, events = core.step()
         if events:
             pipe.send(("events", events))
         now = time.monotonic()
         if now >= next_stats:
             next_stats = now + _STATS_EVERY
             pipe.send(("stats", core.stats()))
-        pause = 0.0 if computed else _EMPTY_STEP_PAUSE
+        pause = 0.0 if busy else _EMPTY_STEP_PAUSE
 
 
 def _obey(core: EngineCore, pipe: Connection, order: str, value: Any) -> None:

@@ -2,7 +2,8 @@
 
 Rules
 1. A step is schedule, run, update; the clock is read here.
-2. While only delayed releases or remote loads are pending the engine keeps stepping, a millisecond apart (C12).
+2. While only delayed releases or remote loads are pending the engine keeps stepping, a millisecond apart (C12); at once
+   after a step in which one of them ended.
 3. A release or receive that is pending longer than ``stall_after`` is named once in the log and stays in the stall
    table: which request, owed by which ranks of which child, since when (C7).
 4. An engine that was told to end refuses new requests and goes on until nothing runs and nothing is held, at most
@@ -153,7 +154,7 @@ class EngineCore:
         )
 
     def step(self) -> tuple[bool, list[FirstToken | Finished]]:
-        """One step. Returns whether tokens were computed, and what the driver is told."""
+        """One step. Returns whether there may be something to do at once, and what the driver is told."""
         step = self.scheduler.schedule(self._clock())
         metadata = self.connector.build_connector_meta(step.view) if self.connector is not None else None
         outputs = self.executor.step(step, metadata)
@@ -170,7 +171,8 @@ class EngineCore:
             for _ in self.connector.take_events():
                 pass  # nobody subscribes to KV events here
             self._name_stalls(now)
-        return bool(step.requests), events
+        arrived = part is not None and bool(part.finished_recving or part.finished_sending)
+        return bool(step.requests) or arrived, events
 
     def _count(self, stats: Stats | None) -> None:
         if stats is not None:

@@ -378,12 +378,16 @@ class Router:
     def _route(self) -> None:
         for request in self._book.admit():
             self._prefill.submit(request)
-        for event in self._prefill.poll(POLL):
+        for event in self._prefill.poll(self._patience("P")):
             forwarded = self._book.from_prefill(event)
             if forwarded is not None:
                 self._decode.submit(forwarded)
-        for event in self._decode.poll(POLL):
+        for event in self._decode.poll(self._patience("D")):
             self._book.from_decode(event)
+
+    def _patience(self, side: Side) -> float:
+        """Who waits for an engine that has nothing to say hears the other one late."""
+        return POLL if side in self._book.on.values() else 0.0
 
     def _stalled(self, progress: Progress, idle: float) -> StallReport:
         """Name it first, then take back what is in flight."""
