@@ -15,7 +15,8 @@ BENCHES: Final = {
     "reads": "one request's KV between two processes, over fresh and used pools",
     "contact": "what is prepared before the first byte",
     "scale": "what a peer costs, and a thousand of them",
-    "latency": "from P's end of a request to D's report, and to its first token",
+    "latency": "from P's end of a request to D's report that its KV has come",
+    "stages": "the same in the reference engine, stage by stage",
     "idle": "what an agent costs while nothing moves",
 }
 #: before vLLM and NIXL are imported
