@@ -6,6 +6,7 @@ import pytest
 from kvconn.base import FinishReason
 from kvconn.engine.client import Finished
 from kvconn.engine.router import (
+    POLL,
     Book,
     Failure,
     Leak,
@@ -92,6 +93,21 @@ class TestSound:
         assert prefill.most_held <= 3
         assert max(look.prefill.waiting + look.decode.waiting for look in looks) <= 3
         assert looks[-1].finished == 30
+
+    def test_an_engine_with_nothing_in_flight_is_not_waited_for(self):
+        prefill, decode = pair(Clock())
+        decode.silent = {"line-1"}
+        waits = {"P": set(), "D": set()}
+        for side, engine in (("P", prefill), ("D", decode)):
+
+            def poll(timeout, side=side, real=engine.poll):
+                if "line-1" in {request.id for request in decode.submitted} and not decode.aborted:
+                    waits[side].add(timeout)
+                return real(timeout)
+
+            engine.poll = poll
+        run(prefill, decode, trace_requests(1))
+        assert waits == {"P": {0.0}, "D": {POLL}}
 
     def test_handoff_is_from_prefills_finish_to_decodes_first_token_by_the_engines_clocks(self):
         book = Book(trace_requests(1), 1)
