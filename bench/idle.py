@@ -14,11 +14,16 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
 from bench.measure import Series, Table
+from kvconn.config import ParallelConfig
+from kvconn.engine.client import EngineProcess, EngineRequest
+from kvconn.engine.config import EngineConfig, ModelSpec
+from kvconn.engine.ports import free_ports
 from kvconn.transport import nixl
 from kvconn.transport.base import HandleState, MemoryRegion
 from kvconn.transport.nixl import NixlTransport
@@ -58,6 +63,49 @@ def run(rounds: int = 9) -> Iterator[Table]:
             idle = Series(tuple(share for share, _, _ in turns))
             table.add(tls or "default", name, idle, pairs[name].first * 1e3, half * 1e3, most * 1e3, rates)
     yield table
+    yield _engines(min(rounds, 5))
+
+
+def _engines(rounds: int) -> Table:
+    """The reference engine, all its processes together."""
+    table = Table("An idle engine (reference), percent of a core, all its processes", ("engine", "nothing", "pinned"))
+    for tp in (1, 2):
+        engine = EngineProcess(
+            EngineConfig(
+                name="P", parallel=ParallelConfig(tp=tp), port=free_ports(1)[0],
+                kv_transfer_config={"kv_connector": "NixlConnector", "kv_role": "kv_producer"},
+                model=ModelSpec(mode="content-addressed", kv="gqa"),
+            )
+        )  # fmt: skip
+        engine.start()
+        try:
+            free = [_cpu(engine) for _ in range(rounds)]
+            for n in range(8):
+                engine.submit(EngineRequest(f"r{n}", tuple(range(n, 100 + n)), 1, {"do_remote_decode": True}))
+            while engine.stats().pending_release < 8:
+                engine.poll(0.1)
+            pinned = [_cpu(engine) for _ in range(rounds)]
+        finally:
+            engine.shutdown()
+        table.add(f"P tp {tp}", Series(tuple(free)), Series(tuple(pinned)))
+    return table
+
+
+def _cpu(engine: EngineProcess) -> float:
+    """Percent of a core over two seconds, beginning one after whatever came before."""
+    time.sleep(SECONDS)
+    before, began = _ticks(engine), time.perf_counter()
+    time.sleep(2 * SECONDS)
+    return (_ticks(engine) - before) / (time.perf_counter() - began) * 100
+
+
+def _ticks(engine: EngineProcess) -> float:
+    """CPU seconds of an engine's processes so far."""
+    total = 0
+    for pid in (engine.pid, *engine.worker_pids):
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        total += int(fields[11]) + int(fields[12])
+    return total / os.sysconf("SC_CLK_TCK")
 
 
 def percentiles(times: list[float]) -> tuple[float, float]:

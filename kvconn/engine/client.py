@@ -26,13 +26,13 @@ from typing import Any
 from kvconn.config import LIMITS
 from kvconn.engine.config import EngineConfig, check
 from kvconn.engine.core import EngineCore, EngineStats
+from kvconn.engine.pace import Pace
 from kvconn.engine.request import EngineRequest, Finished, FirstToken
 from kvconn.engine.worker import die_with_parent, freeze_heap
 from kvconn.errors import ConfigError, EngineDeadError
 
 __all__ = ["EngineProcess", "EngineRequest", "EngineStats", "Finished", "FirstToken"]
 
-_EMPTY_STEP_PAUSE = 1e-3
 _STATS_EVERY = 0.1
 
 
@@ -262,6 +262,7 @@ def _loop(core: EngineCore, pipe: Connection, wake: int) -> str:
     """Until the driver says stop, or a drain is over. Returns what came of the drain."""
     next_stats = 0.0
     pause: float | None = 0.0
+    pace = Pace(time.monotonic())
     while True:
         if core.drained():
             why, events = core.end()
@@ -273,6 +274,7 @@ def _loop(core: EngineCore, pipe: Connection, wake: int) -> str:
             pipe.send(("stats", core.stats()))
         while ready := wait([pipe, wake, *core.executor.ends], pause):
             pause = 0.0
+            pace.moved(time.monotonic())
             core.executor.check()
             if wake in ready and signal.SIGTERM in os.read(wake, 64):
                 core.drain()
@@ -290,7 +292,7 @@ def _loop(core: EngineCore, pipe: Connection, wake: int) -> str:
         if now >= next_stats:
             next_stats = now + _STATS_EVERY
             pipe.send(("stats", core.stats()))
-        pause = 0.0 if busy else _EMPTY_STEP_PAUSE
+        pause = pace.pause(busy, bool(core.scheduler.waiting), now)
 
 
 def _obey(core: EngineCore, pipe: Connection, order: str, value: Any) -> None:

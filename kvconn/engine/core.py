@@ -2,8 +2,8 @@
 
 Rules
 1. A step is schedule, run, update; the clock is read here.
-2. While only delayed releases or remote loads are pending the engine keeps stepping, a millisecond apart (C12); at once
-   after a step in which one of them ended.
+2. While only delayed releases or remote loads are pending the engine keeps stepping (C12), as often as ``pace`` says,
+   and at once after a step in which one of them ended.
 3. A release or receive that is pending longer than ``stall_after`` is named once in the log and stays in the stall
    table: which request, owed by which ranks of which child, since when (C7).
 4. An engine that was told to end refuses new requests and goes on until nothing runs and nothing is held, at most
