@@ -216,7 +216,7 @@ class HandshakeClient:
                     if line is None:  # the bell, or a line that this round has ended
                         self._bell.heard()
                     elif source is not line.socket:
-                        self._refused(poller, line)
+                        self._told(poller, line)
                     elif events & zmq.POLLIN:
                         self._receive(poller, line)
                     else:
@@ -319,7 +319,8 @@ class HandshakeClient:
         offset = None if theirs is None else theirs - (ask.sent + now) / 2
         self._results.append(HandshakeResult(ask.key, frames[1], "", offset, ask.number))
 
-    def _refused(self, poller: zmq.Poller, line: _Line) -> None:
+    def _told(self, poller: zmq.Poller, line: _Line) -> None:
+        """What its monitor says: connections that came and went, or why there is none."""
         ask = line.ask
         try:
             message = line.monitor.recv_multipart(zmq.NOBLOCK)
