@@ -8,7 +8,8 @@ Rules
 3. It does not listen to what it did not look at: not while a caller has the agent, nor after trouble.
 4. Sockets are believed for as long as they are true. What is found ``UNTRUE`` times with nothing announced came another
    way (shared memory, a network card): from then on the pump waits as one that does not listen.
-5. Sockets that stay ready for ``CROWDED_AFTER`` with nothing found do not keep it from waiting ``interval``.
+5. An event set that stays ready whatever is looked at (those of NIXL's other workers, which progress only under their
+   own transfers) is not listened to for a while, longer each time; with none left the pump does not listen.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 import enum
 from typing import Final, NamedTuple
 
-__all__ = ["Pacer", "Round", "Wait"]
+__all__ = ["Hearing", "Pacer", "Round", "Wait"]
 
 #: at 1 ms an idle agent that does not listen costs one to a few percent of a core (F2)
 IDLE: Final = 1e-3
@@ -29,7 +30,11 @@ STAND_BACK: Final = 100e-6
 #: after the agent refused to progress, which is not expected at all
 TROUBLE: Final = 50e-3
 UNTRUE: Final = 3
-CROWDED_AFTER: Final = 1.0
+#: looks after which a set was ready all the same
+VAIN: Final = 100
+#: seconds that it is not listened to; twice as many each time, up to the other
+DEAF: Final = 1.0
+DEAF_MOST: Final = 60.0
 GROWTH: Final = 1.1
 
 
@@ -60,7 +65,6 @@ class Pacer:
         self._active_until = 0.0
         self._last = 0.0
         self._untrue = 0
-        self._ready_since: float | None = None
 
     @property
     def listening(self) -> bool:
@@ -71,22 +75,22 @@ class Pacer:
         """Something was posted or came in."""
         self._active_until = now + ACTIVE_FOR
 
-    def next(self, round: Round, ready: bool, posted: int, now: float) -> Wait:
-        """How to wait after this round. ``ready``: a socket was, when the wait before it ended."""
+    def next(self, round: Round, ready: bool, posted: int, now: float, heard: bool = True) -> Wait:
+        """How to wait after this round. ``ready``: a socket was, when the wait before it ended; ``heard``: there are
+        sets that are listened to."""
         if round is Round.BUSY:
             return Wait(STAND_BACK, False)
         if round is Round.TROUBLE:
             return Wait(TROUBLE, False)
         if round is Round.FOUND:
             self._judge(ready)
-        if self._crowded(ready and round is Round.NOTHING, now):
-            return Wait(self._interval, False)
         if now < self._active_until:
             self._last = 0.0
         elif posted:
             self._last = self._interval
         else:
-            self._last = min(max(self._interval, self._last * GROWTH), self._longest)
+            longest = self._longest if heard else max(self._interval, IDLE)
+            self._last = min(max(self._interval, self._last * GROWTH), longest)
         return Wait(self._last, self._listening)
 
     def _judge(self, ready: bool) -> None:
@@ -98,11 +102,25 @@ class Pacer:
             if self._untrue >= UNTRUE:
                 self._listening, self._longest = False, max(self._interval, IDLE)
 
-    def _crowded(self, in_vain: bool, now: float) -> bool:
-        """Rule 5."""
-        if not in_vain:
-            self._ready_since = None
-            return False
-        if self._ready_since is None:
-            self._ready_since = now
-        return now - self._ready_since >= CROWDED_AFTER
+
+class Hearing:
+    """Whether one event set is listened to (rule 5)."""
+
+    def __init__(self) -> None:
+        self._vain = 0
+        self._deaf_for = DEAF
+        self._deaf_until: float | None = None
+
+    def looked(self, ready: bool, now: float) -> bool:
+        """The agent was looked at. ``ready``: is the set, all the same? Returns whether to listen to it."""
+        if self._deaf_until is not None:
+            if now < self._deaf_until:
+                return False
+            self._deaf_until, self._vain = None, 0
+            return True
+        self._vain = self._vain + 1 if ready else 0
+        if self._vain < VAIN:
+            return True
+        self._deaf_until = now + self._deaf_for
+        self._deaf_for = min(2 * self._deaf_for, DEAF_MOST)
+        return False

@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from typing import Final, Protocol
 
 from kvconn.config import LIMITS
-from kvconn.transport.pacing import Pacer, Round, Wait
+from kvconn.transport.pacing import Hearing, Pacer, Round, Wait
 
 __all__ = ["Owner", "Pump", "event_sets"]
 
@@ -83,7 +83,10 @@ class Pump:
         round, now = owner.progress_once(), time.monotonic()
         if round is Round.FOUND:
             self.pacer.moved(now)
-        return self.pacer.next(round, ready, owner.posted, now)
+        wait = self.pacer.next(round, ready, owner.posted, now, self._ears.heard)
+        if wait.listen and wait.seconds:
+            self._ears.tune(now)
+        return wait
 
 
 def _run(pump: Pump, ref: weakref.ref[Owner]) -> None:
@@ -104,8 +107,9 @@ class _Ears:
     """What the thread waits on: the event sets, and a bell for whoever has something for it."""
 
     def __init__(self, sets: Iterable[int]) -> None:
-        self._sets = [os.dup(fd) for fd in sets]
+        self._sets = {os.dup(fd): Hearing() for fd in sets}
         self.any = bool(self._sets)
+        self._heard = set(self._sets)
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poll = select.epoll()
         for fd in (*self._sets, self._bell):
@@ -116,6 +120,23 @@ class _Ears:
         with self._open:
             if self._bell >= 0:
                 os.eventfd_write(self._bell, 1)
+
+    @property
+    def heard(self) -> bool:
+        """Is an event set listened to?"""
+        return bool(self._heard)
+
+    def tune(self, now: float) -> None:
+        """Before a wait: leave out what is ready all the same."""
+        ready = {fd for fd, _ in self._poll.poll(0)}
+        for fd, hearing in self._sets.items():
+            listen = hearing.looked(fd in ready, now)
+            if listen and fd not in self._heard:
+                self._poll.register(fd, select.EPOLLIN)
+                self._heard.add(fd)
+            elif not listen and fd in self._heard:
+                self._poll.unregister(fd)
+                self._heard.remove(fd)
 
     def wait(self, wait: Wait) -> bool:
         """Is an event set ready when it is over?"""
@@ -139,4 +160,4 @@ class _Ears:
             self._poll.close()
             for fd in (*self._sets, self._bell):
                 os.close(fd)
-            self._bell, self._sets = -1, []
+            self._bell, self._sets, self._heard = -1, {}, set()

@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from kvconn.transport import pacing
-from kvconn.transport.pacing import Pacer, Round, Wait
+from kvconn.transport.pacing import Hearing, Pacer, Round, Wait
 from kvconn.transport.pump import Pump, event_sets
 
 INTERVAL = 200e-6
@@ -97,16 +97,32 @@ def test_what_comes_right_after_a_short_wait_proves_nothing() -> None:
     assert driver.pacer.listening
 
 
-def test_a_socket_that_stays_ready_does_not_make_it_spin() -> None:
+def test_with_no_set_that_is_heard_it_waits_as_one_that_does_not_listen() -> None:
     driver = Driver(listening=True)
     driver.rest()
-    began = driver.now
-    for _ in range(10_000):  # the wait ends at once
-        wait = driver.pacer.next(Round.NOTHING, True, 0, driver.now)
-        driver.now += 2e-4
-    assert driver.now - began > pacing.CROWDED_AFTER
-    assert wait == Wait(INTERVAL, False)
-    assert driver.round(ready=False).listen, "it listens again once the socket was seen at rest"
+    for _ in range(3):
+        wait = driver.pacer.next(Round.NOTHING, False, 0, driver.now, heard=False)
+    assert wait.seconds == pacing.IDLE
+
+
+def test_a_set_that_stays_ready_is_not_listened_to_for_longer_and_longer() -> None:
+    hearing, now, silences = Hearing(), 0.0, []
+    for _ in range(10):
+        looks = 0
+        while hearing.looked(True, now):
+            looks += 1
+        assert looks in (pacing.VAIN - 1, pacing.VAIN)
+        began = now
+        while not hearing.looked(True, now):
+            now += 0.25
+        silences.append(now - began)
+    assert silences[:3] == [pacing.DEAF, 2 * pacing.DEAF, 4 * pacing.DEAF]
+    assert silences[-1] == pacing.DEAF_MOST
+
+
+def test_a_set_that_rests_now_and_then_is_listened_to() -> None:
+    hearing = Hearing()
+    assert all(hearing.looked(bool(n % pacing.VAIN), 0.0) for n in range(10 * pacing.VAIN))
 
 
 # -- a pump
@@ -140,6 +156,24 @@ def test_an_event_ends_the_wait() -> None:
         os.close(readable)
         os.close(writable)
     assert not pump._thread.is_alive()
+
+
+def test_a_set_that_is_always_ready_does_not_make_it_spin() -> None:
+    readable, writable = os.pipe()
+    os.write(writable, b"x")
+    owner, events = Owner(), select.epoll()
+    events.register(readable, select.EPOLLIN)
+    pump = Pump(owner, FOREVER, [events.fileno()])
+    try:
+        for _ in range(pacing.VAIN):
+            assert owner.looked.acquire(timeout=DEADLINE)
+        while pump._ears.heard:
+            owner.looked.acquire(timeout=DEADLINE)
+    finally:
+        pump.close()
+        events.close()
+        os.close(readable)
+        os.close(writable)
 
 
 def test_a_post_and_the_end_end_the_wait() -> None:
