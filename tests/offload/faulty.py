@@ -44,12 +44,13 @@ class HalfWritten(_Faulty):
 
     begun = 0
 
-    def _write_new(self, path: str, content: bytes) -> None:
+    def _write_new(self, path: str, parts: tuple[bytes, bytes]) -> None:
         self.begun += 1
         if self.begun < 3:
-            super()._write_new(path, content)
+            super()._write_new(path, parts)
             return
-        super()._write_new(path, content[: len(content) // 2])
+        header, data = parts
+        super()._write_new(path, (header, data[: len(data) // 2]))
         self.marks.joinpath("half").write_text(path)
         wait_for(lambda: False)
 
@@ -57,9 +58,9 @@ class HalfWritten(_Faulty):
 class Meeting(_Faulty):
     """Has written a file, under its own name, when another process has written the same block's: then both go on."""
 
-    def _write_new(self, path: str, content: bytes) -> None:
-        super()._write_new(path, content)
-        place = self.marks / content[-64:].hex()
+    def _write_new(self, path: str, parts: tuple[bytes, bytes]) -> None:
+        super()._write_new(path, parts)
+        place = self.marks / parts[1][-64:].hex()
         place.mkdir(exist_ok=True)
         place.joinpath(str(os.getpid())).touch()
         wait_for(lambda: len(list(place.iterdir())) == 2)

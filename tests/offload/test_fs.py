@@ -89,13 +89,43 @@ def test_a_file_under_another_keys_name_is_a_miss(tmp_path: Path) -> None:
 
 
 def test_disk_full_leaves_no_file_and_the_next_write_works(tmp_path: Path, mocker: Any) -> None:
-    one, real = tier(tmp_path), os.write
-    full = mocker.patch("kvconn.offload.tiers.fs.os.write", side_effect=[500, OSError(errno.ENOSPC, "disk full")])
+    one, real = tier(tmp_path), os.writev
+    first = mocker.patch("kvconn.offload.tiers.fs.os.writev", side_effect=lambda fd, parts: real(fd, [parts[0][:20]]))
+    then = mocker.patch("kvconn.offload.tiers.fs.os.write", side_effect=OSError(errno.ENOSPC, "disk full"))
     with pytest.raises(OSError, match="disk full"):
         one.write(b"k", DATA)
-    full.side_effect = real
+    mocker.stop(first), mocker.stop(then)
     assert files(tmp_path) == [] and one.read(b"k") is None
     assert one.write(b"k", DATA) and one.read(b"k") == DATA
+
+
+def test_a_write_that_is_cut_short_goes_on(tmp_path: Path, mocker: Any) -> None:
+    real = os.write
+    mocker.patch("kvconn.offload.tiers.fs.os.writev", side_effect=lambda fd, parts: real(fd, parts[0][:20]))
+    mocker.patch("kvconn.offload.tiers.fs.os.write", side_effect=lambda fd, data: real(fd, data[:300]))
+    assert tier(tmp_path).write(b"k", DATA) and tier(tmp_path).read(b"k") == DATA
+
+
+def test_a_read_that_is_cut_short_goes_on(tmp_path: Path, mocker: Any) -> None:
+    """It is no torn file."""
+    tier(tmp_path).write(b"k", DATA)
+    real = os.read
+    mocker.patch("kvconn.offload.tiers.fs.os.read", side_effect=lambda fd, count: real(fd, min(count, 300)))
+    assert tier(tmp_path).read(b"k") == DATA
+
+
+def test_each_of_the_sums_finds_what_the_other_may_not(tmp_path: Path, mocker: Any) -> None:
+    """Words that change places leave the sum as it was; the checksum is blinded here."""
+    swapped = tmp_path / "swapped", DATA[8:16] + DATA[:8] + DATA[16:]
+    blind = tmp_path / "blind", bytes([DATA[0] ^ 1]) + DATA[1:]
+    for root, damaged in (swapped, blind):
+        root.mkdir()
+        if root.name == "blind":
+            mocker.patch("kvconn.offload.tiers.fs.zlib.crc32", return_value=0)
+        tier(root).write(b"k", DATA)
+        (path,) = files(root)
+        path.write_bytes(path.read_bytes()[:HEADER] + damaged)
+        assert tier(root).read(b"k") is None
 
 
 def test_a_directory_that_vanished_is_not_made_again(tmp_path: Path) -> None:

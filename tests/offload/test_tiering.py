@@ -75,7 +75,7 @@ def test_a_torn_file_is_a_miss_and_the_request_is_computed(start: Start, tmp_pat
 
 
 def test_a_full_disk_loses_saves_only(start: Start, tmp_path: Path, expected: Any, mocker: Any) -> None:
-    mocker.patch("kvconn.offload.tiers.fs.os.write", side_effect=OSError(errno.ENOSPC, "disk full"))
+    mocker.patch("kvconn.offload.tiers.fs.os.writev", side_effect=OSError(errno.ENOSPC, "disk full"))
     engine = start(tmp_path)
     engine.run(REQUESTS)
     assert engine.tokens == expected
