@@ -52,11 +52,21 @@ class Copier(ABC):
 class DramCopier(Copier):
     """The cache is in host memory."""
 
+    def __init__(self, regions: Sequence[Region]) -> None:
+        super().__init__(regions)
+        self._pieces = [
+            (region.group, region.base, region.stride, offset, region.length)
+            for region, offset in zip(self.regions, self.offsets, strict=True)
+        ]
+
     def copy(self, slot: int, blocks: tuple[int, ...], *, load: bool, after: Any = None) -> None:
-        for region, offset in zip(self.regions, self.offsets, strict=True):
-            place = region.base + blocks[region.group] * region.stride
-            source, target = (slot + offset, place) if load else (place, slot + offset)
-            ctypes.memmove(target, source, region.length)
+        move = ctypes.memmove
+        if load:
+            for group, base, stride, offset, length in self._pieces:
+                move(base + blocks[group] * stride, slot + offset, length)
+        else:
+            for group, base, stride, offset, length in self._pieces:
+                move(slot + offset, base + blocks[group] * stride, length)
 
 
 class VramCopier(Copier):
