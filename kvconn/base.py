@@ -85,11 +85,15 @@ class FinishReason(enum.Enum):
 
 
 class GroupView(msgspec.Struct, frozen=True):
-    """A cache group: the layers that share one block table. ``window`` in tokens, for ``kind='window'``."""
+    """A cache group: the layers that share one block table. ``window`` in tokens, for ``kind='window'``.
+
+    ``named``: a reference names at least so many of a window's last blocks, where there are: readers count on them.
+    """
 
     kind: CacheKind
     layers: tuple[str, ...]
     window: int | None = None
+    named: int = 0
 
 
 class KVCacheView(msgspec.Struct, frozen=True):

@@ -3,7 +3,7 @@
 Rules
 1. An engine's list of a group begins with the prompt's first block; ``NO_BLOCK`` stands where there is none any more.
 2. Of a window only the blocks are held and filled in which the next token can still see something; of state the one
-   slot.
+   slot. For readers that count on more blocks of a window the first one is named again: nobody needs what is before it.
 3. A state is that of exactly the tokens that were computed: who reads it goes on there, with a token of the prompt left
    to compute. A reader of fewer tokens, or of all of the prompt, would let tokens join it twice.
 Counts in tokens of the prompt; ``size`` is a block id's, over all ranks that share it.
@@ -36,7 +36,9 @@ def blocks_held(group: GroupView, ids: Sequence[int], tokens: int, size: int) ->
     """The blocks that a reader of the first ``tokens`` tokens needs, as a reference names them."""
     if group.kind == "state":
         return tuple(ids[-1:])
-    return tuple(ids[_first(group, tokens, size) : blocks_for(tokens, size)])
+    count = blocks_for(tokens, size)
+    held = tuple(ids[_first(group, tokens, size) : count])
+    return held[:1] * (min(group.named, count) - len(held)) + held
 
 
 def blocks_to_fill(group: GroupView, ids: Sequence[int], hit: int, tokens: int, size: int) -> tuple[int, ...]:

@@ -23,10 +23,11 @@ from kvconn.geometry import Place, RankCache, Region, Side
 from kvconn.nixl.blocks import reach
 from kvconn.nixl.fence import FenceWords
 from kvconn.nixl.metadata import NixlHandshake
+from kvconn.nixl.overlay import fold, members_of, unfold
 from kvconn.nixl.plan import Plan, make_plan, missing
 from kvconn.nixl.routes import Incompatible, Route, routes
 from kvconn.nixl.strips import layout_name
-from kvconn.nixl.wire import AgentMetadata, KvconnAgent, WireCodec
+from kvconn.nixl.wire import SHARED, AgentMetadata, KvconnAgent, WireCodec
 from kvconn.params import PeerKey, peer_name
 
 __all__ = ["FIRST", "MIN_KEY", "Greeting", "Offer", "Ours", "describe", "rank_cache", "side_of"]
@@ -61,27 +62,30 @@ def describe(
     side = side_of(config)
     own = rank_cache(config, cache, regions)
     kernel = own.kernel_blocks
-    cells = [r.cells for r in regions] if any(r.cells is not None for r in regions) else None
+    tensors = fold(regions)
+    first = [one[0] for one in tensors]
+    members = members_of(tensors, cache.groups) if len(first) < len(regions) else None
+    cells = [r.cells for r in first] if any(r.cells is not None for r in first) else None
     metadata = AgentMetadata(
         engine_id=config.engine_id,
         agent_metadata=agent_metadata,
-        kv_caches_base_addr=[r.base for r in regions],
+        kv_caches_base_addr=[r.base for r in first],
         device_id=regions[0].device_id,
         num_blocks=cache.num_blocks * kernel,
-        block_lens=[r.length for r in regions],
-        block_strides=[r.stride for r in regions],
+        block_lens=[r.length for r in first],
+        block_strides=[r.stride for r in first],
         kv_cache_layout=layout_name(regions),
         block_size=own.block_size // kernel,
         physical_blocks_per_logical_kv_block=kernel,
-        region_num_blocks=[r.count for r in regions],
-        region_group_ids=[r.group for r in regions],
-        region_names=[r.name for r in regions],
-        region_mem_types=[r.mem_type for r in regions],
+        region_num_blocks=[r.count for r in first],
+        region_group_ids=[one[0].group if len(one) == 1 else SHARED for one in tensors],
+        region_names=[r.name for r in first],
+        region_mem_types=[r.mem_type for r in first],
         dcp_size=config.parallel.dcp,
         pcp_size=config.parallel.pcp,
         kvconn=KvconnAgent(
             fence.address, fence.size, side.tp, side.pp, side.interleave, config.model.dtype, cells,
-            [reach(cache.groups[r.group]) for r in regions],
+            [reach(cache.groups[r.group]) for r in first], members,
         ),
     )  # fmt: skip
     return NixlHandshake(codec.encode_payload(config, metadata))
@@ -149,7 +153,9 @@ class Greeting:
         payload = codec.decode_payload(frame, name)
         if self._ours.enforce_compat:
             codec.check(self._ours.config, payload, name)
-        metadata = codec.decode_metadata(payload, name)
+        metadata = unfold(codec.decode_metadata(payload, name), self._ours.cache)
+        if metadata is None:
+            raise PeerError(name, "agent metadata", "its layers share regions in another way than ours: other groups")
         if metadata.engine_id != self._key.engine:
             raise PeerError(name, "handshake", f"the engine there is now {metadata.engine_id}")
         self._agrees(place, _of_engine(metadata))

@@ -49,6 +49,10 @@ MAX_FRAME: Final = 4 << 20
 MAX_REQUEST: Final = 256
 MAX_NOTIFICATION: Final = 1 << 20
 MAX_REGIONS: Final = 1 << 16
+#: layers of several groups in one region
+MAX_MEMBERS: Final = 64
+#: the group of a region that several groups share
+SHARED: Final = -1
 MAX_HEARTBEATS: Final = 1 << 14
 MAX_READERS: Final = 4096
 #: characters; early notifications are kept by transfer id, so that its length is bounded too.
@@ -57,9 +61,13 @@ _HB: Final = b"HB:"
 T = TypeVar("T")
 Number = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 Numbers = Annotated[list[Number], msgspec.Meta(max_length=MAX_REGIONS)]
+Groups = Annotated[list[Annotated[int, msgspec.Meta(ge=SHARED, le=1 << 31)]], msgspec.Meta(max_length=MAX_REGIONS)]
 Text = Annotated[str, msgspec.Meta(max_length=512)]
 Texts = Annotated[list[Text], msgspec.Meta(max_length=MAX_REGIONS)]
 LongText = Annotated[str, msgspec.Meta(max_length=4096)]
+
+
+Members = Annotated[list[tuple[Text, Number, Number | None]], msgspec.Meta(max_length=MAX_MEMBERS)]
 
 
 class KvconnAgent(msgspec.Struct, frozen=True):
@@ -67,7 +75,8 @@ class KvconnAgent(msgspec.Struct, frozen=True):
 
     And the sizes of its engine that stock metadata does not have (:class:`~kvconn.geometry.Side`), the KV's dtype, how
     the blocks of each region are cut where not heads first, and of how many last tokens they are kept
-    (:func:`~kvconn.nixl.blocks.reach`).
+    (:func:`~kvconn.nixl.blocks.reach`). ``members``, where groups share regions: the layers in each, by name, group and
+    reach.
     """
 
     fence_address: Number
@@ -78,6 +87,7 @@ class KvconnAgent(msgspec.Struct, frozen=True):
     dtype: Text = ""
     cells: Annotated[list[Cells | None], msgspec.Meta(max_length=MAX_REGIONS)] | None = None
     reach: Annotated[list[Number | None], msgspec.Meta(max_length=MAX_REGIONS)] | None = None
+    members: Annotated[list[Members], msgspec.Meta(max_length=MAX_REGIONS)] | None = None
 
 
 class AgentMetadata(msgspec.Struct, frozen=True):
@@ -96,7 +106,7 @@ class AgentMetadata(msgspec.Struct, frozen=True):
     attn_backend_name: Text = "kvconn"
     physical_blocks_per_logical_kv_block: Number = 1
     region_num_blocks: Numbers | None = None
-    region_group_ids: Numbers | None = None
+    region_group_ids: Groups | None = None
     region_names: Texts | None = None
     region_mem_types: Texts | None = None
     dcp_size: Number = 1
@@ -204,6 +214,7 @@ class WireCodec:
             ("region_mem_types", meta.region_mem_types),
             ("kvconn.cells", meta.kvconn.cells if meta.kvconn is not None else None),
             ("kvconn.reach", meta.kvconn.reach if meta.kvconn is not None else None),
+            ("kvconn.members", meta.kvconn.members if meta.kvconn is not None else None),
         )
         for name, values in lists:
             if values is not None and len(values) != n:

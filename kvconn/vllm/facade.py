@@ -88,7 +88,8 @@ class KvconnFacade(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         worker = role == KVConnectorRole.WORKER
         self._view = translate.cache_view(kv_cache_config)
-        self._windows = any(group.kind == "window" for group in self._view.groups)
+        #: None where no cache group has a window
+        self._windows = self._view if any(group.kind == "window" for group in self._view.groups) else None
         #: who was asked about last, and the tokens that vLLM has of it: its blocks come next
         self._asked: tuple[str, int] = "", 0
         self._seq = 0
@@ -123,21 +124,22 @@ class KvconnFacade(KVConnectorBase_V1, SupportsHMA):
         return tuple(range(len(self._view.groups)))
 
     def on_new_request(self, request: Any) -> None:
-        self.inner.on_new_request(translate.request_view(request))
+        self.inner.on_new_request(translate.request_view(request, self._windows))
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         self._asked = request.request_id, num_computed_tokens
-        external, asynchronous = self.inner.get_num_new_matched_tokens(
-            translate.request_view(request), num_computed_tokens
-        )
-        if external and self._windows and num_computed_tokens + external >= request.num_tokens:
-            external -= 1  # rule 4
+        view = translate.request_view(request, self._windows)
+        external, asynchronous = self.inner.get_num_new_matched_tokens(view, num_computed_tokens)
+        if external and self._windows is not None:
+            external = min(external, request.num_tokens - 1 - num_computed_tokens)  # rule 4
+            if translate.lost(view.params, self._windows, num_computed_tokens + external):
+                external = 0
         return external, asynchronous and external != 0
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         asked, local = self._asked
         given = translate.kv_blocks(blocks, self._view, local if asked == request.request_id else 0)
-        self.inner.update_state_after_alloc(translate.request_view(request), given, num_external_tokens)
+        self.inner.update_state_after_alloc(translate.request_view(request, self._windows), given, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> VllmMetadata:
         self._seq += 1
@@ -150,7 +152,7 @@ class KvconnFacade(KVConnectorBase_V1, SupportsHMA):
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         return self.inner.request_finished(
-            translate.request_view(request),
+            translate.request_view(request, self._windows),
             translate.block_ids(block_ids, self._view),
             translate.finish_reason(request),
         )

@@ -35,6 +35,7 @@ from kvconn.base import (
 )
 from kvconn.config import ConnectorConfig, KVTransferConfig, ModelView, ParallelConfig, parse_kv_transfer_config
 from kvconn.errors import ConfigError
+from kvconn.geometry import blocks_for
 
 __all__ = [
     "TRANSFER_FIELDS",
@@ -171,8 +172,11 @@ def _window(spec: Any) -> int | None:
 
 
 def _group(group: Any) -> GroupView:
-    window = _window(next(iter(iter_layer_specs(group.kv_cache_spec))))
-    return GroupView("full" if window is None else "window", tuple(group.layer_names), window)
+    window, layers = _window(next(iter(iter_layer_specs(group.kv_cache_spec)))), tuple(group.layer_names)
+    if window is None:
+        return GroupView("full", layers)
+    # vLLM's own consumer takes so many of the last blocks, null ones included, and ends when there are fewer
+    return GroupView("window", layers, window, blocks_for(window, group.kv_cache_spec.block_size) + 1)
 
 
 def _block_bytes(kv_cache_config: Any) -> int:
@@ -231,19 +235,48 @@ class VllmRequestView(RequestView):
     source: Any
 
 
-def request_view(request: Any) -> VllmRequestView:
-    """A request; its tokens and block hashes are fetched when asked for."""
+def request_view(request: Any, cache: KVCacheView | None = None) -> VllmRequestView:
+    """A request; its tokens and block hashes are fetched when asked for. ``cache``: of a model with windows."""
     view = VllmRequestView(
         request.request_id,
         request.num_prompt_tokens,
         request.num_tokens,
-        request.kv_transfer_params,
+        request.kv_transfer_params if cache is None else named(request.kv_transfer_params, cache),
         lambda: request.all_token_ids,
         lambda: request.block_hashes,
         lambda n_tokens: _beside(request, n_tokens),
     )
     view.source = request
     return view
+
+
+def named(params: Any, cache: KVCacheView) -> Any:
+    """What a request was handed, without the null blocks that vLLM's own producer names before those of a window."""
+    groups = params.get("remote_block_ids") if isinstance(params, Mapping) else None
+    if not isinstance(groups, list) or len(groups) != len(cache.groups):
+        return params
+    pairs = zip(cache.groups, groups, strict=True)
+    return {**params, "remote_block_ids": [_named(ids) if one.kind == "window" else ids for one, ids in pairs]}
+
+
+def _named(ids: Any) -> Any:
+    if not isinstance(ids, list):
+        return ids
+    return ids[next((i for i, id in enumerate(ids) if id != NULL_BLOCK), len(ids)) :]
+
+
+def lost(params: Any, cache: KVCacheView, tokens: int) -> bool:
+    """Has vLLM's own producer let go of what the token behind the first ``tokens`` sees? It does when the block where
+    that window begins has nothing else that is seen later. Ours hands nothing over then."""
+    groups, held = params.get("remote_block_ids"), params.get("remote_num_tokens")
+    if "kvconn" in params or not isinstance(groups, list) or type(held) is not int:
+        return False
+    last = blocks_for(held, cache.block_size)
+    return any(
+        isinstance(ids, list) and len(ids) < last - max(0, tokens + 1 - one.window) // cache.block_size
+        for one, ids in zip(cache.groups, groups, strict=False)
+        if one.window is not None
+    )
 
 
 def _beside(request: Any, n_tokens: int) -> bytes:

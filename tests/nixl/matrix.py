@@ -77,12 +77,19 @@ ROWS = (
         _tp(MLA, (1, 4), (4, 1), (2, 8)),
         ("latent, tp 2 to 1", "latent, tp 1 to 2"),
     ),
-    Row("PP on P", "no (push mode only)", ((other(GQA, pp=2), GQA), (other(MLA, pp=2), MLA)), ("pp 2 to 1",)),
+    Row(
+        "PP on P",
+        "no (push mode only)",
+        ((other(GQA, pp=2), GQA), (other(MLA, pp=2), MLA)),
+        ("pp 2 to 1",),
+        (("pp 2 to 1", "test_pp::test_two_stages_to_one"),),
+    ),
     Row(
         "PP on D, or on both",
         "no",
         ((GQA, other(GQA, pp=2)), (other(GQA, pp=2, tp=2), other(GQA, pp=2, tp=4))),
         ("pp 1 to 2", "transformer, tp 2 to pp 2"),
+        (("pp 1 to 2", "test_pp::test_one_stage_to_two"), ("pp 2 to 2", "test_pp::test_two_stages_to_two")),
     ),
     Row(
         "DCP, equal on both sides",

@@ -14,8 +14,9 @@ from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.request import Request
 
+from kvconn.base import GroupView, KVCacheView
 from kvconn.nixl.fence import prompt_digest
-from kvconn.vllm.translate import request_view
+from kvconn.vllm.translate import NULL_BLOCK, lost, named, request_view
 
 N = 32
 
@@ -57,3 +58,29 @@ class TestWhatDecidesTheKV:
         assert digest(prompt_embeds=ones) == digest(prompt_embeds=ones.clone()) != digest(prompt_embeds=zeros)
         longer = torch.cat([ones, zeros])
         assert digest(prompt_embeds=longer) == digest(prompt_embeds=ones)
+
+
+class TestWindowsOfStock:
+    """vLLM's own producer names the last blocks of a window, and its null block where it let one go."""
+
+    CACHE = KVCacheView(512, 32, (GroupView("full", ("a",)), GroupView("window", ("b",), 64)))
+
+    def handed(self, window: Any, held: Any = 95, **more: Any) -> dict[str, Any]:
+        return {"remote_block_ids": [[1, 2, 3], window], "remote_num_tokens": held, **more}
+
+    def test_null_blocks_are_not_named(self) -> None:
+        assert named(self.handed([NULL_BLOCK, 5, 6]), self.CACHE)["remote_block_ids"] == [[1, 2, 3], [5, 6]]
+        assert named(self.handed([5, 6, 7]), self.CACHE) == self.handed([5, 6, 7])
+
+    @pytest.mark.parametrize("params", [None, {}, {"remote_block_ids": "x"}, {"remote_block_ids": [[1]]}])
+    def test_what_is_wrong_is_left_to_the_parser(self, params: Any) -> None:
+        assert named(params, self.CACHE) == params
+        assert named(self.handed({"5": 6}), self.CACHE) == self.handed({"5": 6})
+        assert not lost(params or {}, self.CACHE, 94) and not lost(self.handed({"5": 6}), self.CACHE, 94)
+        assert not lost(self.handed([5, 6], "95"), self.CACHE, 94)
+
+    def test_a_block_that_the_next_token_sees_and_stock_let_go_of_is_lost(self) -> None:
+        """The last of 95 tokens sees token 31, which alone of its block is seen."""
+        assert lost(self.handed([5, 6]), self.CACHE, 94) and not lost(self.handed([4, 5, 6]), self.CACHE, 94)
+        assert not lost(self.handed([5, 6], 96), self.CACHE, 95)
+        assert not lost(self.handed([5, 6], kvconn={}), self.CACHE, 94)  # ours hands nothing over then

@@ -11,7 +11,7 @@ from itertools import pairwise
 import pytest
 
 from tests.vllm.conftest import QUICK, Fleet
-from tests.vllm.engines import BLOCK, BLOCK_BYTES, PRODUCER, Engine, ours
+from tests.vllm.engines import BLOCK, BLOCK_BYTES, PRODUCER, STOCK_PRODUCER, Engine, ours, stock
 from tests.vllm.models import LAYERS, WINDOW
 from tests.vllm.prompts import prompt
 from tests.vllm.test_tp import moved, nothing_held
@@ -80,6 +80,36 @@ def test_behind_a_local_hit(pair: Pair) -> None:
         hit = local_hits(d) - found
         assert hit >= least and moved(d) - before == needed(model, len(one), hit), (len(one), hit)
     nothing_held(p, d)
+
+
+def test_stock_reads_ours(pair: Pair, own_fleet: Fleet) -> None:
+    """It ends where it is named fewer blocks than it counts on."""
+    model, p, d = pair
+    reader = own_fleet.engine(f"{model}-stock-D", stock("kv_consumer"), model)
+    prompts = [prompt(length, 63_000 + length) for length in LENGTHS]
+    expected = alone(d, prompts)
+    reader.ready()
+    for one, tokens in zip(prompts, expected, strict=True):
+        params = p.one(one, 1, params=STOCK_PRODUCER)["params"]
+        answer = reader.one(one, 40, **({"params": params} if params else {}))
+        assert answer["tokens"] == tokens, (len(one), reader.tail())
+    assert moved(reader) > 0
+    nothing_held(p, reader)
+
+
+def test_ours_reads_stock(pair: Pair, own_fleet: Fleet) -> None:
+    """Stock names its null block where the window's first one is gone: then nothing is read."""
+    model, _, d = pair
+    source = own_fleet.engine(f"{model}-stock-P", stock("kv_producer"), model)
+    prompts = [prompt(length, 64_000 + length) for length in LENGTHS]
+    expected = alone(d, prompts)
+    source.ready()
+    for one, tokens in zip(prompts, expected, strict=True):
+        before = moved(d)
+        params = source.one(one, 1, params=STOCK_PRODUCER)["params"]
+        assert d.one(one, 40, params=params)["tokens"] == tokens, (len(one), d.tail())
+        assert moved(d) - before == needed(model, len(one)), len(one)
+    nothing_held(source, d)
 
 
 def test_a_burst_that_has_to_wait_for_blocks(pair: Pair) -> None:
