@@ -16,6 +16,7 @@ from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
 from kvconn.base import ConnectorRole, KVCacheView, KVConnector
 from kvconn.config import ConnectorConfig
+from kvconn.errors import ConfigError
 from kvconn.metrics import Stats
 from kvconn.offload import events
 from kvconn.offload.connector import OffloadingConnector as NeutralOffloadingConnector
@@ -38,6 +39,12 @@ class KvconnOffloadingConnector(KvconnFacade):
     _cache_hit_source = HOST
 
     def make(self, config: ConnectorConfig, role: ConnectorRole, kv_cache: KVCacheView) -> KVConnector:
+        windows = [group.layers[0] for group in kv_cache.groups if group.kind == "window"]
+        if windows:
+            raise ConfigError(
+                f"model: OffloadingConnector expects full attention in every layer, got a window ({windows[0]}): "
+                "take it out, or, where other layers are full, make them all so with --disable-hybrid-kv-cache-manager"
+            )
         return NeutralOffloadingConnector(config, role, kv_cache)
 
     def take_events(self) -> Iterable[Any]:

@@ -176,6 +176,13 @@ def test_decode_context_parallelism_is_refused_by_name() -> None:
         kvconn.vllm.NixlConnector(given, KVConnectorRole.SCHEDULER, cache_config(FULL))
 
 
+def test_offloading_of_windows_is_refused_by_name() -> None:
+    given = vllm_config()
+    given.kv_transfer_config.kv_connector = "OffloadingConnector"
+    with pytest.raises(ConfigError, match=r"full attention in every layer, got a window \(layer.1\): take it out, or"):
+        kvconn.vllm.OffloadingConnector(given, KVConnectorRole.SCHEDULER, cache_config(FULL, WINDOW))
+
+
 def test_tensors_that_cannot_be_read_block_by_block_are_refused() -> None:
     halves, split = torch.zeros(16, 2, 8, 64), torch.zeros(2, 8, 16, 128).permute(1, 0, 2, 3)
     with pytest.raises(ConfigError, match=r"layer a: expected 8 blocks.*layer b: a block is not one piece"):
