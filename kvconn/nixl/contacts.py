@@ -211,15 +211,14 @@ class Contacts:
         if now < self._next_eviction and len(self._peers) <= self._settings.kvconn.peers_max:
             return
         self._next_eviction = now + EVICT_EVERY
-        for peer in self._peers.evict(now, self._settings.engine_ttl):
-            self._remove(peer.agents)
+        self._remove({agent for peer in self._peers.evict(now, self._settings.engine_ttl) for agent in peer.agents})
 
     def _remove(self, agents: Iterable[str]) -> None:
         """Forget those of these agents that no peer has any more: an engine may have several addresses."""
         transport = self._agent.transport
-        for agent in agents:
-            if transport is None or self._peers.having((agent,)):
-                continue
+        if transport is None:
+            return
+        for agent in set(agents) - self._peers.agents():
             try:
                 transport.remove_peer(agent)
             except TransportError as err:

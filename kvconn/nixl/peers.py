@@ -197,6 +197,10 @@ class Peers:
         """Peers with one of these agents: more than one where one engine has several addresses."""
         return [p for p in self._peers.values() if not p.agents.isdisjoint(agents)]
 
+    def agents(self) -> set[str]:
+        """Of all peers."""
+        return {source.agent for peer in self._peers.values() for source in peer.sources}
+
     def clear(self) -> list[Peer]:
         """Forget all peers (our agent is gone); the caller fails them, so that nothing waits on a forgotten one."""
         out = list(self._peers.values())
