@@ -150,15 +150,15 @@ class OffloadWorker:
             else:
                 self._open_stores.add(store.n)
                 self._staged_stores.append(store)
-        for save in self._new(step.saves):
-            self._names[save.n] = save.name
-            if self.role.replicates:
+        saves, fetches = self._new(step.saves), self._new(step.fetches)
+        self._names.update((order.n, order.name) for order in (*saves, *fetches))
+        if self.role.replicates:
+            for save in saves:
                 self._answer(save.n, True)
-            else:
-                self._saves.add((save.n, 0), save, now + self._limits.store)
-        for fetch in self._new(step.fetches):
-            self._names[fetch.n] = fetch.name
-            self._fetches.add((fetch.n, 0), fetch, now + self._limits.load)
+        elif saves:
+            self._saves.add_all([((save.n, 0), save) for save in saves], now + self._limits.store)
+        if fetches:
+            self._fetches.add_all([((fetch.n, 0), fetch) for fetch in fetches], now + self._limits.load)
         self._staged_loads += self._new(step.loads)
 
     def _new(self, orders: Sequence[Any]) -> list[Any]:
@@ -175,9 +175,11 @@ class OffloadWorker:
         mark = self._mark(self._staged_loads)
         for load in self._staged_loads:
             self._loading[load.n] = _Loading(load)
-            for k, slot in enumerate(load.slots):
-                blocks = tuple(ids[k] for ids in load.blocks)
-                self._copies.add((load.n, k), (slot, blocks, mark), now + self._limits.load)
+            blocks = zip(*load.blocks, strict=True) if load.blocks else ()
+            jobs = [
+                ((load.n, k), (slot, ids, mark)) for k, (slot, ids) in enumerate(zip(load.slots, blocks, strict=True))
+            ]
+            self._copies.add_all(jobs, now + self._limits.load)
         self._staged_loads = []
 
     def start_stores(self, now: float) -> None:

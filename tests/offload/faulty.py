@@ -51,7 +51,9 @@ class HalfWritten(_Faulty):
             return
         header, data = parts
         super()._write_new(path, (header, data[: len(data) // 2]))
-        self.marks.joinpath("half").write_text(path)
+        whole = self.marks / "half.new"
+        whole.write_text(path)
+        whole.rename(self.marks / "half")  # who sees it may end this process at once
         wait_for(lambda: False)
 
 
