@@ -6,6 +6,7 @@ The agents are still ones (``bench.still``), so that the bytes and NIXL's own ti
 from __future__ import annotations
 
 import copy
+import gc
 import time
 import tracemalloc
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from bench.still import StillAgent, still_agents
 from kvconn.aggregator import KVOutputAggregator
 from kvconn.base import WorkerFacts
 from kvconn.vllm.facade import VllmWorkerFacts
+from kvconn.vllm.multi import VllmMultiFacts
 
 __all__ = ["run"]
 
@@ -42,6 +44,8 @@ def run(rounds: int = 9) -> Iterator[Table]:
         yield steps(rounds)
         yield memory()
         yield ends(rounds)
+        yield multi_steps(rounds)
+        yield ends(rounds, multi=True)
         yield aggregator(rounds)
 
 
@@ -71,11 +75,32 @@ def _idle(halves: Halves) -> Any:
     return lambda: cpu(halves.step, 50) * MICRO
 
 
+def multi_steps(rounds: int) -> Table:
+    table = Table(
+        "Bookkeeping: the same below a MultiConnector, beside a native child (us of CPU)",
+        ("requests", "ours", "stock", "ours/stock"),
+    )
+    for n in PENDING:
+        halves = {kind: pinned(kind, n, multi=True)[0] for kind in KINDS}
+        got = alternate({kind: _idle(one) for kind, one in halves.items()}, rounds)
+        table.add(f"{n:,} pinned on P", got["ours"], got["stock"], got["ours"].over(got["stock"]))
+        for one in halves.values():
+            one.close()
+    return table
+
+
+def pinned(kind: Kind, n: int, multi: bool = False) -> tuple[Halves, list[dict[str, Any]]]:
+    """P with ``n`` requests pinned, and what its clients were told."""
+    p = Halves(kind, "kv_producer", blocks=n + 64, extra=extra(kind), multi=multi)
+    params = [p.prefill(f"r{i}", [i]) for i in range(n)]
+    for _ in range(5):  # a native child has had its say
+        p.step()
+    return p, params
+
+
 def pending(kind: Kind, n: int) -> tuple[Halves, Halves]:
     """P with ``n`` requests pinned, and D whose reads of them are under way for ever."""
-    p = Halves(kind, "kv_producer", blocks=n + 64, extra=extra(kind))
-    params = [p.prefill(f"r{i}", [i]) for i in range(n)]
-    p.step()
+    p, params = pinned(kind, n)
     d = Halves(kind, "kv_consumer", blocks=n + 64, extra=extra(kind))
     if n:
         _meet(d, params[0])
@@ -100,7 +125,7 @@ def _meet(d: Halves, params: dict[str, Any]) -> None:
 
 
 def memory(n: int = 1000) -> Table:
-    """Allocated by Python, of both halves, while ``n`` requests wait."""
+    """Allocated by Python, of both halves, while ``n`` requests wait; not what clients and engines keep of them."""
     table = Table(
         f"Bookkeeping: memory of one pending request (bytes, mean of {n:,}, its own vLLM request left out)",
         ("request", "ours", "stock"),
@@ -112,37 +137,43 @@ def memory(n: int = 1000) -> Table:
 
 
 def _sizes(kind: Kind, n: int) -> tuple[float, float]:
-    p = Halves(kind, "kv_producer", blocks=n + 64, extra=extra(kind))
     d = Halves(kind, "kv_consumer", blocks=n + 64, extra=extra(kind))
-    _meet(d, p.prefill("r", [0]))
+    other, params = pinned(kind, n)
+    _meet(d, params[0])
+    waiting = [d.arrive(f"d{i}", 1, params[i]) for i in range(1, n)]
+    p = Halves(kind, "kv_producer", blocks=n + 64, extra=extra(kind))
     tracemalloc.start()
-    start = tracemalloc.get_traced_memory()[0]
-    params = [p.prefill(f"r{i}", [i]) for i in range(n)]
+    sizes = [_held()]
+    for i in range(n):
+        p.prefill(f"r{i}", [i])
     p.step()
-    params = copy.deepcopy(params)
-    pinned = tracemalloc.get_traced_memory()[0]
-    held = [d.load(f"d{i}", [i], params[i]) for i in range(n)]
-    requests = tracemalloc.get_traced_memory()[0]
+    sizes.append(_held())
+    for i, request in enumerate(waiting, 1):
+        d.admit(request, [i])
     d.step()
-    del params
-    held_too = tracemalloc.get_traced_memory()[0] - requests
+    sizes.append(_held())
     tracemalloc.stop()
-    assert len(held) == n
-    for one in (p, d):
+    for one in (other, p, d):
         one.close()
-    return (pinned - start) / n, held_too / n
+    return (sizes[1] - sizes[0]) / n, (sizes[2] - sizes[1]) / len(waiting)
+
+
+def _held() -> int:
+    gc.collect()
+    return tracemalloc.get_traced_memory()[0]
 
 
 # --- requests that end --------------------------------------------------------------------------------------------
 
 
-def ends(rounds: int) -> Table:
+def ends(rounds: int, multi: bool = False) -> Table:
+    where = ", below a MultiConnector" if multi else ""
     table = Table(
-        "Bookkeeping: what the driver does when a sent request ends, 1,000 others pinned (us of CPU)",
+        f"Bookkeeping: what the driver does when a sent request ends, 1,000 others pinned{where} (us of CPU)",
         ("ranks", "ours", "stock", "ours/stock"),
     )
     for world in WORLDS:
-        engines = {kind: Engine(kind, world) for kind in KINDS}
+        engines = {kind: Engine(kind, world, multi) for kind in KINDS}
         few = rounds if world < 1024 else 3
         got = alternate({kind: engine.end_some for kind, engine in engines.items()}, few)
         table.add(f"{world:,}", got["ours"], got["stock"], got["ours"].over(got["stock"]))
@@ -154,15 +185,16 @@ def ends(rounds: int) -> Table:
 class Engine:
     """A producer's driver: rank 0 is real, the others say what it says, under their own numbers."""
 
-    def __init__(self, kind: Kind, world: int) -> None:
-        self.halves = Halves(kind, "kv_producer", blocks=2000, extra=extra(kind), world=world)
+    def __init__(self, kind: Kind, world: int, multi: bool = False) -> None:
+        self.halves = Halves(kind, "kv_producer", blocks=2000, extra=extra(kind), world=world, multi=multi)
         self.world = world
         self.agent = StillAgent.newest
         self.aggregator = StockAggregator(world)
         self.next = 0
         for _ in range(1000):
             self._hold()
-        self._step()
+        for _ in range(5):
+            self._step()
 
     def _hold(self) -> str:
         self.next += 1
@@ -204,6 +236,8 @@ def _as_rank(part: Any, rank: int) -> Any:
     meta = part.kv_connector_worker_meta
     if isinstance(meta, VllmWorkerFacts):
         other.kv_connector_worker_meta = VllmWorkerFacts(_facts(meta.inner, rank))
+    elif isinstance(meta, VllmMultiFacts):
+        other.kv_connector_worker_meta = VllmMultiFacts(_facts(meta.inner, rank))
     return other
 
 

@@ -51,6 +51,8 @@ KINDS: tuple[Kind, ...] = ("ours", "stock")
 BLOCK_SIZE = 16  # tokens
 CONTEXT = SimpleNamespace(attn_metadata=None, no_compile_layers={}, virtual_engine=0)
 Transfer = Mapping[str, Any]
+#: an empty step, as vLLM's scheduler makes one; made once, so that its making is not measured
+NOTHING = SchedulerOutput.make_empty()
 
 
 @cache
@@ -71,7 +73,8 @@ class Halves:
     """One engine's two halves over ``layers`` caches of ``blocks`` blocks of ``block_bytes`` bytes.
 
     ``caches`` are tensors of another's making, by layer name; without them this process allocates some. ``world`` ranks
-    are expected to report; the worker half here is rank 0.
+    are expected to report; the worker half here is rank 0. ``multi``: below a MultiConnector, beside a native child
+    that holds every finished request for some steps.
     """
 
     def __init__(
@@ -85,11 +88,12 @@ class Halves:
         caches: Mapping[str, torch.Tensor] | None = None,
         extra: Transfer | None = None,
         world: int = 1,
+        multi: bool = False,
     ) -> None:
         self.kind, self.port = kind, free_ports(1)[0]
         self.names = layer_names(layers)
         row = block_bytes // BLOCK_SIZE
-        transfer = _transfer(kind, role, extra)
+        transfer = _transfer(kind, role, extra, multi)
         self.config = _config(transfer, blocks, world)
         spec = MLAAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=row, dtype=torch.uint8)
         self.cache = KVCacheConfig(blocks, [], [KVCacheGroupSpec(list(self.names), spec)])
@@ -142,15 +146,19 @@ class Halves:
     def load(self, id: str, blocks: Sequence[int], params: Transfer) -> Request:
         """D admits a request into ``blocks``; its read is posted with the next step."""
         request = self.arrive(id, len(blocks), params)
+        self.admit(request, blocks)
+        return request
+
+    def admit(self, request: Request, blocks: Sequence[int]) -> None:
+        """D gives a request that arrived its blocks."""
         external, _ = self.scheduler.get_num_new_matched_tokens(request, 0)
         self.scheduler.update_state_after_alloc(request, _allocated(blocks), external)
-        return request
 
     # -- a step
 
     def step(self, output: SchedulerOutput | None = None) -> KVConnectorOutput:
         """Both halves' part of one step, an empty one if nothing is said, in the order of vLLM's model runner."""
-        output = output or SchedulerOutput.make_empty()
+        output = output or NOTHING
         metadata = self.scheduler.build_connector_meta(output)
         done = self.work(metadata, output.finished_req_ids)
         self.scheduler.update_connector_output(done)
@@ -184,9 +192,14 @@ def layer_names(layers: int) -> tuple[str, ...]:
     return tuple(f"model.layers.{index}.self_attn.attn" for index in range(layers))
 
 
-def _transfer(kind: Kind, role: str, extra: Transfer | None) -> dict[str, Any]:
-    ours = {"kv_connector_module_path": "kvconn.vllm.nixl"} if kind == "ours" else {}
-    return {"kv_connector": "NixlConnector", "kv_role": role, "kv_connector_extra_config": dict(extra or {}), **ours}
+def _transfer(kind: Kind, role: str, extra: Transfer | None, multi: bool) -> dict[str, Any]:
+    ours = {"kv_connector_module_path": "kvconn.vllm"} if kind == "ours" else {}
+    one = {"kv_connector": "NixlConnector", "kv_role": role, "kv_connector_extra_config": dict(extra or {}), **ours}
+    if not multi:
+        return one
+    native = {"kv_connector": "HoldingSibling", "kv_connector_module_path": "tests.vllm.siblings", "kv_role": role}
+    children = {"connectors": [one, native]}
+    return {"kv_connector": "MultiConnector", "kv_role": role, "kv_connector_extra_config": children, **ours}
 
 
 def _config(transfer: Transfer, blocks: int, world: int) -> VllmConfig:

@@ -95,7 +95,7 @@ class MultiStep(msgspec.Struct, frozen=True):
 # --- one rank -----------------------------------------------------------------------------------------------------
 
 
-@dataclass
+@dataclass(slots=True)
 class _Open:
     n: int
     owed: set[int]
@@ -289,7 +289,7 @@ def _remember(table: OrderedDict[K, None], key: K, memory: int) -> None:
 # --- the engine ---------------------------------------------------------------------------------------------------
 
 
-@dataclass
+@dataclass(slots=True)
 class _Held:
     """An open life: who claims it, whose ranks are complete (``given`` to that child), who let it through."""
 

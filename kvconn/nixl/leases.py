@@ -34,7 +34,7 @@ class Ended(msgspec.Struct, frozen=True):
     expired: bool
 
 
-@dataclass
+@dataclass(slots=True)
 class _Send:
     id: str
     n: int
@@ -48,7 +48,7 @@ class _Send:
         return sum((Fraction(1, n) for n in self.heard.values()), Fraction(0)) >= self.readers
 
 
-@dataclass
+@dataclass(slots=True)
 class _Early:
     since: float
     heard: dict[str, int] = field(default_factory=dict)

@@ -53,7 +53,7 @@ NEAR = 0.1
 WHY_MAX = 500
 
 
-@dataclass
+@dataclass(slots=True)
 class _Posted:
     """A handle that is not quiet: the peer and which of its ranks. ``size`` in bytes, 0 where that counts as none."""
 
@@ -63,7 +63,7 @@ class _Posted:
     size: int = 0
 
 
-@dataclass
+@dataclass(slots=True)
 class _Load:
     """A life with a reference. ``peer``: once its reads were posted there; ``orders``: what to do when all has come."""
 

@@ -51,7 +51,7 @@ __all__ = ["NixlScheduler"]
 log = logging.getLogger("kvconn.nixl")
 
 
-@dataclass
+@dataclass(slots=True)
 class _Incoming:
     """What a request was handed: a reference, or why it is none."""
 
@@ -154,14 +154,14 @@ class NixlScheduler:
         if incoming is None or incoming.consumed:
             return
         incoming.consumed = True
-        if n_external <= 0:
+        if n_external > 0:
+            n = self.ledger.open(view.id, "recv", {(): self._ranks}, now=now)
+            self._loads.append(self._load(view, blocks, n_external, n, incoming, now))
             if incoming.ref is not None:
-                self._releases.append(incoming.ref)
-            return
-        n = self.ledger.open(view.id, "recv", {(): self._ranks}, now=now)
-        self._loads.append(self._load(view, blocks, n_external, n, incoming, now))
-        if incoming.ref is not None:
-            self._loading[view.id] = incoming.ref
+                self._loading[view.id] = incoming.ref
+        elif incoming.ref is not None:
+            self._releases.append(incoming.ref)
+        incoming.ref = None  # the request goes on for long, its reference does not
 
     def _load(
         self, view: RequestView, blocks: KVBlocks, n_external: int, n: int, incoming: _Incoming, now: float

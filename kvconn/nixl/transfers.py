@@ -38,7 +38,7 @@ class Settled(msgspec.Struct, frozen=True):
     failed: str | None
 
 
-@dataclass
+@dataclass(slots=True)
 class _Read:
     id: str
     n: int
