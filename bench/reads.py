@@ -8,9 +8,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from bench import recorded
 from bench.halves import KINDS
 from bench.measure import Series, Table, number
-from bench.pools import STATES, State, ids, mean_run
+from bench.pools import STATES, ids, mean_run
 from bench.producer import Engines, Spent, Subject
 
 __all__ = ["run"]
@@ -18,8 +19,8 @@ __all__ = ["run"]
 KIB = 1024
 #: bytes of a block of a layer, layers, blocks of the request
 SHAPES = ((4 * KIB, 16, 512), (8 * KIB, 16, 256), (16 * KIB, 16, 256), (64 * KIB, 8, 128), (2048 * KIB, 4, 16))
-#: the pool, in requests of this size; and its blocks at least, where they are small
-POOL, LEAST = 4, 1024
+#: the pool, in requests of this size; and its blocks at least, where they are small: as many as vLLM's recorded one
+POOL, LEAST = 4, 2048
 SUBJECTS: tuple[Subject, ...] = (*KINDS, "raw")
 PHASES = ("pairing", "reads", "word")
 
@@ -32,11 +33,11 @@ def run(rounds: int = 9) -> Iterator[Table]:
             ("pools", "mean run", "ours GB/s", "stock GB/s", "stock/ours", "raw GB/s", "ours/raw", "ours/memcpy"),
         )
         phases = Table(f"Bytes: {what}, where the time went, us", ("pools", "whose", *PHASES, "the rest", "all"))
-        pool = max(POOL * count, LEAST if block_bytes < 256 * KIB else 0)
+        pool = max(POOL * count, LEAST if block_bytes <= 16 * KIB else 0)
         engines = {kind: Engines(kind, layers, pool, block_bytes) for kind in SUBJECTS}
         try:
-            for state in STATES:
-                _row(engines, pool, block_bytes * layers, count, state, rounds, table, phases)
+            for name, remote, local in _pools(pool, count):
+                _row(engines, block_bytes * layers, name, remote, local, rounds, table, phases)
         finally:
             for one in engines.values():
                 one.close()
@@ -44,12 +45,21 @@ def run(rounds: int = 9) -> Iterator[Table]:
         yield phases
 
 
+def _pools(pool: int, count: int) -> Iterator[tuple[str, list[int], list[int]]]:
+    """P's and D's block ids: as the reference engine's pool hands them out, and as vLLM's did when it was recorded."""
+    for state in STATES:
+        yield state, ids(pool, count, state, 1), ids(pool, count, state, 2)
+    if (pool, count) == (recorded.POOL, recorded.COUNT):
+        for state in STATES[1:]:
+            yield f"vLLM's, {state}", *recorded.recorded(state)
+
+
 def _row(
-    engines: dict[Subject, Engines], pool: int, width: int, count: int, state: State, rounds: int, table: Table,
-    phases: Table,
+    engines: dict[Subject, Engines], width: int, name: str, remote: list[int], local: list[int], rounds: int,
+    table: Table, phases: Table,
 ) -> None:  # fmt: skip
     """``width``: bytes of a block in all layers."""
-    remote, local = ids(pool, count, state, 1), ids(pool, count, state, 2)
+    count = len(local)
     memcpy = _Memcpy(width * count)
     spent: dict[Subject, list[Spent]] = {kind: [] for kind in engines}
     copied: list[float] = []
@@ -60,14 +70,14 @@ def _row(
         copied.append(memcpy())
     took = {kind: Series(tuple(one["all"] for one in all[1:])) for kind, all in spent.items()}
     ours, size = took["ours"], width * count / 1e9
-    table.add(state, number(mean_run(local, remote)), ours.per(size), took["stock"].per(size), took["stock"].over(ours),
+    table.add(name, number(mean_run(local, remote)), ours.per(size), took["stock"].per(size), took["stock"].over(ours),
               took["raw"].per(size), ours.over(took["raw"]), ours.over(Series(tuple(copied[1:]))))  # fmt: skip
     for kind in KINDS:
         parts = [Series(tuple(one.get(phase, 0.0) * 1e6 for one in spent[kind][1:])) for phase in PHASES]
         rest = Series(
             tuple((one["all"] - sum(one.get(phase, 0.0) for phase in PHASES)) * 1e6 for one in spent[kind][1:])
         )
-        phases.add(state, kind, *parts, rest, Series(tuple(one["all"] * 1e6 for one in spent[kind][1:])))
+        phases.add(name, kind, *parts, rest, Series(tuple(one["all"] * 1e6 for one in spent[kind][1:])))
 
 
 class _Memcpy:

@@ -160,9 +160,12 @@ def _serve(address: str) -> None:
             child.tick()
 
 
-def races(count: int, seed: int, lease: float = 0.004, env: dict[str, str] | None = None) -> dict[str, int]:
+def races(
+    count: int, seed: int, lease: float = 0.004, env: dict[str, str] | None = None, scattered: bool = False
+) -> dict[str, int]:
     """Force ``count`` reads against leases that are ending while the blocks are overwritten on release.
 
+    ``scattered``: D's blocks descend, so that nothing joins and the parts are many and small.
     Returns how many were accepted, how many of those were not whole (must be 0), how many were refused, and how many of
     the refused had really been overwritten: the reads that a transport alone calls DONE.
     """
@@ -170,6 +173,7 @@ def races(count: int, seed: int, lease: float = 0.004, env: dict[str, str] | Non
 
     rng = random.Random(seed)
     blocks = list(range(48))
+    mine = blocks[::-1] if scattered else blocks
     out = {"accepted": 0, "accepted but not whole": 0, "refused": 0, "refused and not whole": 0}
     d = Side("D", NIXL_CONSUMER, num_blocks=64)
     try:
@@ -180,9 +184,9 @@ def races(count: int, seed: int, lease: float = 0.004, env: dict[str, str] | Non
                 end = time.perf_counter() + rng.uniform(0, 2 * lease)
                 while time.perf_counter() < end:
                     pass
-                view = d.load(f"d{n}", params, blocks)
+                view = d.load(f"d{n}", params, mine)
                 wait_until(lambda n=n: d.step() is not None and len(d.received) == n + 1)  # type: ignore[misc]
-                whole = d.holds(blocks, good)
+                whole = d.holds(mine, good)
                 if d.failed and d.failed[-1] == f"d{n}":
                     out["refused"] += 1
                     out["refused and not whole"] += not whole
@@ -191,7 +195,7 @@ def races(count: int, seed: int, lease: float = 0.004, env: dict[str, str] | Non
                     out["accepted but not whole"] += not whole
                 from kvconn.base import FinishReason
 
-                d.scheduler.request_finished(view, (tuple(blocks),), FinishReason.STOP)
+                d.scheduler.request_finished(view, (tuple(mine),), FinishReason.STOP)
                 wait_until(lambda n=n: f"r{n}" in p.order("sent")[-2:])  # type: ignore[misc]
     finally:
         d.close()

@@ -54,11 +54,11 @@ def step_until(side: Side, done: Any) -> None:
     wait_until(lambda: side.step() is not None and bool(done()), what=repr(worker(side)))
 
 
-@pytest.mark.parametrize(("transport", "count"), [("cma", 200), ("tcp", 80)])
+@pytest.mark.parametrize(("transport", "count"), [("cma", 200), ("batched", 200), ("tcp", 80)])
 def test_a_read_that_races_with_the_release_is_whole_or_refused(told: Told, transport: str, count: int) -> None:
-    if transport == "cma" and not cma_usable():
+    if transport != "tcp" and not cma_usable():
         pytest.skip("process_vm_readv is refused here, so that UCX can't use CMA")
-    out = races(count, seed=7, env=TCP if transport == "tcp" else None)
+    out = races(count, seed=7, env=TCP if transport == "tcp" else None, scattered=transport == "batched")
     assert out["accepted but not whole"] == 0
     # the races happened: reads that a transport alone calls DONE came back overwritten, and others were in time
     assert out["refused and not whole"] > 0 and out["accepted"] > 0, out

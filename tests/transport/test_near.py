@@ -9,10 +9,13 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
 
+from kvconn.config import NixlKvconn, NixlSettings
+from kvconn.nixl.connector import _nixl_transport
 from kvconn.transport import ucx
 from kvconn.transport.near import AT_ONCE, Near, may_be_near, whereabouts, worth_it
 from kvconn.transport.parts import Spans
@@ -93,6 +96,14 @@ def test_switched_off_or_where_ucx_may_not_use_cma_nixl_reads() -> None:
             assert "@" not in pair.p_name
             assert not pair.d("near", pair.p_name)
             assert pair.d("ended", pair.post(*SCATTERED)) == "DONE"
+
+
+@pytest.mark.parametrize(("setting", "says"), [("auto", True), ("off", False)])
+def test_an_operator_may_switch_it_off(setting: Literal["auto", "off"], says: bool) -> None:
+    settings = NixlSettings(kvconn=NixlKvconn(batch_reads=setting))
+    transport = _nixl_transport(settings)
+    transport.close()
+    assert ("@" in transport.name) is says
 
 
 def test_a_peer_that_may_not_be_read_so_says_nothing_of_its_process() -> None:
