@@ -13,6 +13,7 @@ from typing import Final
 BENCHES: Final = {
     "bookkeeping": "what a step and the end of a request cost the processor",
     "reads": "one request's KV between two processes, over fresh and used pools",
+    "parts": "many small parts of one read, by one system call or one by one",
     "contact": "what is prepared before the first byte",
     "scale": "what a peer costs, and a thousand of them",
     "latency": "from P's end of a request to D's report that its KV has come",
