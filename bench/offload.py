@@ -51,7 +51,7 @@ def run(rounds: int = 9) -> Iterator[Table]:
                  plain.over(load))  # fmt: skip
         one.close()
     yield host
-    with tempfile.TemporaryDirectory() as root:  # removed at the end: ext4 is slow where much was removed lately
+    with tempfile.TemporaryDirectory() as root:  # removed at the end: making files was slow after that
         for block_bytes, _ in SHAPES:
             disk = Files(tempfile.mkdtemp(dir=root), block_bytes)
             subjects = {"store": disk.store, "load": disk.load, "pwrite": disk.pwrite, "pread": disk.pread}

@@ -14,8 +14,8 @@ Why that is fair
 Whether it is fair is seen in ``again``, turns without a connector among turns without: it must be 1. What is left out
 is the calls of an engine to a connector that answers at once: some 15 a step.
 
-Files lie where ``TMPDIR`` says. On ext4 a file is made slowly (here 0.6 instead of 0.04 ms of processor time) for
-minutes after thousands were removed from that part of the disk, as an earlier run does at its end.
+Files lie where ``TMPDIR`` says. On ext4 making one took 0.04 ms of processor time here, or 0.6 for minutes on end, it
+seems after thousands were removed, as an earlier run does at its end.
 
 Kinds: ``again``; ``host``, host memory for everything; ``tiering``, files too; ``slow``, files on a disk on which
 every call takes ``--disk-ms``.
@@ -190,7 +190,7 @@ def main() -> int:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     args = parser.parse_args()
     ratios: dict[str, list[Ratio]] = {kind: [] for kind in args.kinds}
-    with tempfile.TemporaryDirectory() as folder:  # removed at the end: ext4 is slow where much was removed lately
+    with tempfile.TemporaryDirectory() as folder:  # removed at the end: making files was slow after that
         for _ in range(args.starts):
             for kind in args.kinds:
                 ratios[kind] += measure(kind, args, Path(tempfile.mkdtemp(dir=folder)))
