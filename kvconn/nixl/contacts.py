@@ -90,22 +90,33 @@ class Contacts:
         self._answers += self._client.results()
         self.met(now)
         while self._answers and self._next is None:
-            self._hear(self._answers.popleft(), now)
+            result = self._answers.popleft()
+            peer = self._hear(result, now)
             transport = self._agent.transport
-            if transport is not None and not transport.meets_slowly:
+            if transport is None or transport.meets_slowly:
+                if peer is not None and result.payload is not None and not self._next_is_of(peer):
+                    break
+            else:
                 self.meet()
                 self.met(now)
 
-    def _hear(self, result: HandshakeResult, now: float) -> None:
+    def _next_is_of(self, peer: Peer) -> bool:
+        """The next answer is of this peer too: of another of its ranks."""
+        asked = self._asked.get(self._answers[0].ask) if self._answers else None
+        return asked is not None and asked[0] is peer
+
+    def _hear(self, result: HandshakeResult, now: float) -> Peer | None:
+        """Whose answer it was; None when its handshake is over."""
         asked = self._asked.pop(result.ask, None)
         if asked is None:
-            return  # its handshake is over
+            return None
         peer, greeting, place = asked
         try:
             self._answered(peer, greeting, place, result)
         except (PeerError, RequestError, TransportError) as err:
             self._asked = {ask: one for ask, one in self._asked.items() if one[1] is not greeting}
             self._failed(peer, err, now)
+        return peer
 
     def _answered(self, peer: Peer, greeting: Greeting, place: Place, result: HandshakeResult) -> None:
         """Check everything first, load last: a peer that fails leaves nothing behind."""

@@ -12,7 +12,10 @@ from typing import Any
 import pytest
 import zmq
 
+from kvconn.config import ParallelConfig
 from kvconn.errors import TransportError
+from kvconn.geometry import Place
+from kvconn.nixl.handshake import Greeting
 from kvconn.nixl.sideclient import MAX_PENDING, HandshakeClient, HandshakeResult
 from kvconn.nixl.sideserver import HandshakeServer
 from kvconn.params import PeerKey
@@ -66,10 +69,10 @@ class _Slow(LoopbackTransport):
 class Pair:
     """Two producers and one slow consumer that knows the first already."""
 
-    def __init__(self) -> None:
+    def __init__(self, heads: int = 1) -> None:
         self.net = Net()
-        self.p, self.q = self.net.producer("P"), self.net.producer("Q")
-        self.d = self.net.consumer("D", make_transport=self._make)
+        self.p, self.q = (self.net.producer(name, heads=heads) for name in "PQ")
+        self.d = self.net.consumer("D", heads=heads, make_transport=self._make)
         self.load("warm", self.p)
         self.until(lambda: "warm" in self.d.received)
 
@@ -150,6 +153,29 @@ def test_many_answers_at_once_are_one_introduction_after_another_with_steps_betw
     pair.until(lambda: len(pair.d.received) == 6)
     assert pair.agent.begun == 6
     pair.net.sound()
+
+
+def test_answers_of_several_peers_are_looked_at_a_peer_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair(heads=2)
+    try:
+        others = [pair.net.producer(f"P{i}", heads=2, parallel=ParallelConfig(tp=2)) for i in range(4)]
+        heard: list[tuple[str, int]] = []
+        answered = Greeting.answered
+
+        def count(greeting: Greeting, place: Place, frame: bytes) -> list[Place]:
+            heard.append((greeting._name, pair.d.seq))
+            return answered(greeting, place, frame)
+
+        monkeypatch.setattr(Greeting, "answered", count)
+        for i, p in enumerate(others):
+            pair.load(f"r{i}", p)
+        pair.until(lambda: len(pair.d.received) == 5)
+        assert pair.d.failed == [] and len(heard) == 8
+        peers_of_a_step = {step: {name for name, of in heard if of == step} for _, step in heard}
+        assert {len(names) for names in peers_of_a_step.values()} == {1}
+        pair.net.sound()
+    finally:
+        pair.net.close()
 
 
 def test_a_peer_that_cannot_be_loaded_fails_its_requests_alone(pair: Pair) -> None:
