@@ -161,11 +161,6 @@ class CompletionLedger:
         life = self._open.get((id, direction))
         return None if life is None else _pending(life)
 
-    def is_complete(self, id: str, direction: Direction) -> bool:
-        """True when the open life of this pair has every word it needs."""
-        life = self._open.get((id, direction))
-        return life is not None and life.complete
-
     def mark_seen(self, id: str, direction: Direction) -> bool:
         """Note that the engine's own sets named this id. False when no life of ours is open for it."""
         life = self._open.get((id, direction))
