@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator as StockAggregator
 
-from bench.halves import KINDS, Halves, Kind
+from bench.halves import KINDS, NOTHING, Halves, Kind
 from bench.measure import Series, Table, alternate, cpu, number
 from bench.still import StillAgent, still_agents
 from kvconn.aggregator import KVOutputAggregator
@@ -189,6 +189,8 @@ class Engine:
         self.halves = Halves(kind, "kv_producer", blocks=2000, extra=extra(kind), world=world, multi=multi)
         self.world = world
         self.agent = StillAgent.newest
+        # a step in which a prompt is computed is one of all ranks too, or a native child is heard of rank 0 alone
+        self.halves.step = lambda output=None: self._step(output)  # type: ignore[method-assign]
         self.aggregator = StockAggregator(world)
         self.next = 0
         for _ in range(1000):
@@ -216,11 +218,10 @@ class Engine:
             raise RuntimeError(f"{self.halves.kind}: {len(over)} of {ENDED} requests ended in 20 steps")
         return spent / ENDED * MICRO
 
-    def _step(self) -> tuple[float, set[str]]:
-        from vllm.v1.core.sched.output import SchedulerOutput
-
+    def _step(self, output: Any = None) -> Any:
+        """Seconds of the driver, and which requests ended."""
         start = time.thread_time()
-        metadata = self.halves.scheduler.build_connector_meta(SchedulerOutput.make_empty())
+        metadata = self.halves.scheduler.build_connector_meta(output or NOTHING)
         spent = time.thread_time() - start
         mine = self.halves.work(metadata, set())
         outputs = [SimpleNamespace(kv_connector_output=_as_rank(mine, rank)) for rank in range(self.world)]

@@ -44,7 +44,7 @@ from kvconn.engine.ports import free_ports
 from kvconn.vllm import translate
 from tests.vllm_hotfix.rig import MODEL
 
-__all__ = ["BLOCK_SIZE", "KINDS", "Halves", "Kind"]
+__all__ = ["BLOCK_SIZE", "KINDS", "NOTHING", "Halves", "Kind"]
 
 Kind = Literal["ours", "stock"]
 KINDS: tuple[Kind, ...] = ("ours", "stock")
