@@ -54,7 +54,7 @@ def divides(a: int, b: int) -> bool:
 
 def possible(p: Shape, d: Shape) -> bool:
     """In words: one model, sizes that divide, what is seen is kept, a state is in one piece."""
-    one_model = all(getattr(p, name) == getattr(d, name) for name in ("dtype", "kv_heads", "head_size", "names"))
+    one_model = all(getattr(p, name) == getattr(d, name) for name in ("dtype", "heads", "head_size", "names"))
     ours, theirs = d.side, p.side
     sizes = divides(ours.tp, theirs.tp) and divides(ours.dcp, theirs.dcp)
     turns = 1 in (ours.dcp, theirs.dcp) or divides(ours.interleave, theirs.interleave)
