@@ -14,8 +14,11 @@ import subprocess
 import sys
 import time
 from multiprocessing.connection import Client, Listener
+from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+from tests.support import wait_until
 
 DEADLINE = 30.0
 
@@ -59,7 +62,16 @@ class Producer:
         return value
 
     def stop(self) -> None:
+        """Returns when every thread of it has stopped: until then its pump may still serve a read."""
         os.kill(self._process.pid, signal.SIGSTOP)
+        wait_until(self._stopped, DEADLINE, "the producer stops")
+
+    def _stopped(self) -> bool:
+        tasks = Path(f"/proc/{self._process.pid}/task").iterdir()
+        try:
+            return all((task / "stat").read_text().rpartition(")")[2].split()[0] == "T" for task in tasks)
+        except OSError:  # a thread ended meanwhile
+            return False
 
     def cont(self) -> None:
         os.kill(self._process.pid, signal.SIGCONT)

@@ -240,7 +240,11 @@ def test_more_blocks_than_may_be_in_quarantine_are_ended_by_a_new_agent_at_once(
         expected: list[Any] = []
         for id in d.failed:  # each with its line, the lost connection with one, and what P hears from nobody
             expected += [(f"load of {id} failed: peer B@",), (f"of {id} was not read within its lease",)]
-        exactly(told.take(), *expected, *[("cannot notify B@",)] * bool(d.failed))
+        said = told.take()
+        # over CMA the old agent's memory may still be read, rightly; then only the notification fails
+        untold = [line for line in said if "cannot notify B@" in line]
+        assert bool(d.failed) <= len(untold) <= 1
+        exactly(said, *expected, *untold)
     finally:
         d.close()
         both.close()
