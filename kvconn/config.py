@@ -94,7 +94,7 @@ class Limits(msgspec.Struct, frozen=True):
     early_max: int = 4096
     waiting_max: int = 4096
     peers_max: int = 4096
-    #: handshakes per second that one address is answered, ten seconds' worth at once; addresses counted at once
+    #: connections and requests per second that one address is answered, ten seconds' worth at once; addresses counted at once
     handshake_rate: int = 100
     addresses_max: int = 4096
     #: connections at a side channel, at most, and how long one may stay without a request
@@ -139,7 +139,7 @@ class NixlKvconn(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     require_auth: bool = False
     #: networks (CIDR) that peers may be in; None: anywhere
     allow: Annotated[tuple[str, ...], msgspec.Meta(min_length=1, max_length=1024)] | None = None
-    #: handshakes per second that one address is answered
+    #: connections and requests per second that one address is answered
     handshake_rate: Annotated[int, msgspec.Meta(ge=1, le=1_000_000)] = LIMITS.handshake_rate
 
 
