@@ -281,7 +281,7 @@ class JoinedFacts(Collection[Fact]):
         known, rank, bits = self._ranks, -1, 0
         for fact in facts:
             if fact.rank != rank or fact.more:  # a rank's bit is made once
-                rank, bits = fact.rank, fact.ranks
+                rank, bits = -1 if fact.more else fact.rank, fact.ranks
             about = (fact.n, fact.id, fact.state, fact.direction, fact.child)
             others = known.get(about, 0)
             if not others:

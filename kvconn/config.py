@@ -94,7 +94,8 @@ class Limits(msgspec.Struct, frozen=True):
     early_max: int = 4096
     waiting_max: int = 4096
     peers_max: int = 4096
-    #: connections and requests per second that one address is answered, ten seconds' worth at once; addresses counted at once
+    #: connections and requests per second that one address is answered, ten seconds' worth at once; addresses counted
+    #: at once
     handshake_rate: int = 100
     addresses_max: int = 4096
     #: connections at a side channel, at most, and how long one may stay without a request

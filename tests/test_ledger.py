@@ -63,6 +63,13 @@ class TestIdentity:
         assert ledger.report(word) is Outcome.DUPLICATE and ledger.absorbed == {Outcome.DUPLICATE: 1023}
         assert ledger.report(fact("r", n, 1023)) is Outcome.COMPLETED
 
+    def test_words_that_were_joined_are_joined_again_without_lending_a_rank_anothers_word(self) -> None:
+        a = WorkerFacts((Fact("x", "send", 1, 0, "done"), Fact("y", "send", 2, 0, "done")))
+        b = WorkerFacts((Fact("x", "send", 1, 1, "done"),))
+        c = WorkerFacts((Fact("q", "send", 9, 5, "done"),))
+        joined = c.aggregate(a.aggregate(b))
+        assert {fact.id: fact.ranks for fact in joined.facts} == {"q": 1 << 5, "x": 0b11, "y": 0b01}
+
     def test_what_a_rank_says_twice_in_a_step_is_counted_and_not_joined(self) -> None:
         ledger, n = opened(world=3)
         said = WorkerFacts((fact("r", n, 0),)).aggregate(WorkerFacts((fact("r", n, 1), fact("r", n, 1))))
