@@ -113,10 +113,9 @@ class HandshakeServer:
         while not self._stop.is_set():
             try:
                 for socket, _ in poller.poll(_POLL_MS):
-                    work[socket]()
+                    with contextlib.suppress(zmq.Again):  # that socket's alone: the others are ready
+                        work[socket]()
                 self._sweep(time.monotonic())
-            except zmq.Again:
-                continue
             except zmq.ZMQError as err:
                 log.warning("side channel: %s", err)
         self._close_sockets()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -177,6 +178,24 @@ class TestServer:
             with contextlib.suppress(zmq.Again):
                 deaf.send_multipart([b"", encode_request(0, 0)], zmq.NOBLOCK)
         assert ask_raw(dealer(port_of(server)))[1] == b"payload of rank 0"
+
+    def test_a_socket_with_nothing_to_read_after_all_costs_the_round_of_nobody_else(
+        self, monkeypatch: pytest.MonkeyPatch, dealer: Callable[[int], zmq.Socket[bytes]]
+    ) -> None:
+        asked, swept = threading.Event(), threading.Event()
+
+        def nothing(_: HandshakeServer) -> None:
+            asked.set()
+            raise zmq.Again
+
+        monkeypatch.setattr(HandshakeServer, "_answer", nothing)
+        monkeypatch.setattr(HandshakeServer, "_sweep", lambda *_: swept.set() if asked.is_set() else None)
+        server = HandshakeServer(HOST, free_port(), PAYLOADS)
+        try:
+            dealer(port_of(server)).send_multipart([b"", encode_request(0, 0)])
+            assert swept.wait(20)
+        finally:
+            server.close()
 
     def test_replaced_payloads_are_served_from_then_on(
         self, server: HandshakeServer, dealer: Callable[[int], zmq.Socket[bytes]]
