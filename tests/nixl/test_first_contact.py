@@ -15,6 +15,7 @@ import zmq
 from kvconn.config import ParallelConfig
 from kvconn.errors import TransportError
 from kvconn.geometry import Place
+from kvconn.nixl.agent import _Meeting
 from kvconn.nixl.handshake import Greeting
 from kvconn.nixl.sideclient import MAX_PENDING, HandshakeClient, HandshakeResult
 from kvconn.nixl.sideserver import HandshakeServer
@@ -189,14 +190,25 @@ def test_a_peer_that_cannot_be_loaded_fails_its_requests_alone(pair: Pair) -> No
     pair.net.sound()
 
 
-def test_a_worker_that_ends_waits_for_the_introduction(pair: Pair) -> None:
+def test_a_worker_that_ends_waits_for_the_introduction(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     pair.begin_to_load("new", pair.q)
     pair.net.sides.remove(pair.d)
+    asked, wait = threading.Event(), _Meeting.wait
+    waited: list[tuple[bool, bool]] = []
+
+    def waits(meeting: _Meeting) -> None:
+        asked.set()
+        wait(meeting)
+        waited.append((meeting.over, pair.agent._closed))
+
+    monkeypatch.setattr(_Meeting, "wait", waits)
     ending = threading.Thread(target=pair.d.close)
     ending.start()
-    assert ending.is_alive() and pair.agent.loading.is_set()
+    assert asked.wait(20)
+    assert not pair.agent._closed
     pair.agent.may_load.set()
     ending.join(20)
+    assert waited == [(True, False)]
     assert not ending.is_alive() and pair.agent._closed
 
 
