@@ -89,7 +89,7 @@ def test_readers_of_several_ranks_and_of_one_share_a_request_and_the_last_frees_
 
 
 def test_where_a_reader_never_comes_the_lease_frees(start: Starter) -> None:
-    p = start("P", transfer=NIXL_PRODUCER | {"kv_connector_extra_config": {"kv_lease_duration": 2}}, model=MODEL)
+    p = start("P", transfer=NIXL_PRODUCER | {"kv_connector_extra_config": {"kv_lease_duration": 10}}, model=MODEL)
     d = start("D", transfer=NIXL_CONSUMER, model=MODEL)
     p.submit(EngineRequest("a", prompt(30), 1, {"do_remote_decode": True, "kvconn": {"readers": 2}}))
     d.submit(EngineRequest("a", prompt(30), N_NEW, ends(p, "a")["a"].kv_transfer_params))
