@@ -82,7 +82,8 @@ class Ports:
     def __exit__(self, *args: object) -> None:
         self._stop.set()
         self._thread.join(LIMITS.end_thread)
-        self._context.term() if not self._thread.is_alive() else None
+        if not self._thread.is_alive():
+            self._context.term()
         self._nobody.close()
         self._silent.close()
 

@@ -33,7 +33,7 @@ from kvconn.trust import Trust, numeric
 
 __all__ = ["HandshakeClient", "HandshakeResult"]
 
-#: peers asked at once; each is two sockets, and requests name as many peers as they like
+#: peers asked at once; each is three sockets (its monitor is two), and requests name as many peers as they like
 MAX_PENDING = 128
 #: milliseconds between two tries to connect grow to this
 _RECONNECT_MS = 1000

@@ -179,7 +179,8 @@ class HandshakeServer:
         """Stop and free the port. Idempotent."""
         self._stop.set()
         self._thread.join(LIMITS.end_thread)
-        self._context.term() if not self._thread.is_alive() else None
+        if not self._thread.is_alive():
+            self._context.term()
 
     def __repr__(self) -> str:
         state = "listening" if self._thread.is_alive() else "closed"

@@ -39,9 +39,9 @@ from kvconn.transport.near import Near, may_be_near, whereabouts, worth_it
 from kvconn.transport.pacing import Round
 from kvconn.transport.parts import Spans, joined
 from kvconn.transport.pump import Pump, event_sets
-from kvconn.transport.ucx import cma_usable, prepare_ucx_env
+from kvconn.transport.ucx import prepare_ucx_env
 
-__all__ = ["NixlTransport", "cma_usable", "prepare_ucx_env"]
+__all__ = ["NixlTransport"]
 
 log = logging.getLogger(__name__)
 

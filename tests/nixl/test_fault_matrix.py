@@ -163,7 +163,7 @@ def test_what_becomes_of_a_notification_changes_when_blocks_come_back_and_nothin
     net.load(d, "a", p.prefill("a", THEIRS, 2), OURS)
     p.step()
     net.net.fates.extend(
-        {"lost": [()], "twice": [(0.0, 0.0)], "late": [(5.0,)], "later than the lease": [(LEASE + 5,)]}[fate] * 1
+        {"lost": [()], "twice": [(0.0, 0.0)], "late": [(5.0,)], "later than the lease": [(LEASE + 5,)]}[fate]
     )
     net.run(lambda: "a" in d.received)
     assert d.failed == [] and d.holds(OURS, 2)

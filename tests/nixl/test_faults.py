@@ -12,7 +12,7 @@ import pytest
 from kvconn.base import StepView
 from kvconn.errors import TransportError
 from kvconn.multi.connector import MultiConnector
-from kvconn.transport.nixl import cma_usable
+from kvconn.transport.ucx import cma_usable
 from tests.nixl.producer import Producer, races
 from tests.support import NIXL_CONSUMER, NIXL_PRODUCER, Side, free_port, multi, offload_hold, wait_until
 from tests.told import Told, exactly, listening

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from kvconn.base import (
+    NO_RESULTS,
     BlockIds,
     ConnectorMetadata,
     FinishReason,
@@ -33,7 +34,6 @@ class Nothing(ConnectorMetadata):
 
 
 NOTHING = Nothing()
-NO_RESULTS = TransferResults(frozenset(), frozenset(), frozenset())
 
 
 class OffloadingConnector(Real):

@@ -118,7 +118,7 @@ def test_a_burst_that_has_to_wait_for_blocks(pair: Pair) -> None:
     expected = alone(d, prompts)
     first = p.generate(*({"prompt": one, "max_tokens": 1, "params": PRODUCER} for one in prompts))
     answers = d.generate(
-        *({"prompt": p, "max_tokens": 40, "params": one["params"]} for p, one in zip(prompts, first, strict=True))
+        *({"prompt": one, "max_tokens": 40, "params": told["params"]} for one, told in zip(prompts, first, strict=True))
     )
     assert [answer["tokens"] for answer in answers] == expected
     assert all(one != other for one, other in pairwise(expected))
