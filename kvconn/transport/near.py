@@ -8,6 +8,7 @@ Rules
    not says nothing of itself.
 2. An agent's name says where its process lives: boot and pid namespace, pid, start time. A pidfd is held, and the
    process behind it is alive after the copy: so it was that process that was read, and not one that got its pid.
+   A name that tells of this process is met with nobody: a peer does not choose what is read of our own memory.
 3. What was asked for has all come when the call returns, and nothing is under way then. Whatever is not that, NIXL is
    asked for instead, and it says what is wrong.
 """
@@ -94,7 +95,7 @@ class Near:
         pid, began = int(parts[1]), int(parts[2])
         pidfd = -1
         try:
-            if parts[0] != _host() or not 0 < pid < 1 << 31:
+            if parts[0] != _host() or not 0 < pid < 1 << 31 or pid == os.getpid():
                 return None
             pidfd = os.pidfd_open(pid)
             if _began(pid) == began:

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Literal
 
@@ -124,11 +124,26 @@ def test_removing_a_peer_and_closing_forget_its_process(pair: Pair) -> None:
 # -- whose memory
 
 
-@pytest.fixture
-def other() -> Iterator[subprocess.Popen[bytes]]:
-    with subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE) as process:
+HOLDS = """import ctypes, sys
+held = ctypes.create_string_buffer(bytes(range(64)), 64)
+print(ctypes.addressof(held), flush=True)
+sys.stdin.read()
+"""
+Other = subprocess.Popen[bytes]
+
+
+@contextmanager
+def another() -> Iterator[Other]:
+    """A process that says where it holds the bytes 0 to 63."""
+    with subprocess.Popen([sys.executable, "-c", HOLDS], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         yield process
         process.kill()
+
+
+@pytest.fixture
+def other() -> Iterator[Other]:
+    with another() as process:
+        yield process
 
 
 def name_of(pid: int, later: int = 0) -> str:
@@ -138,7 +153,7 @@ def name_of(pid: int, later: int = 0) -> str:
     return f"some-agent@{host}.{pid}.{began + later}"
 
 
-def test_a_process_is_met_by_its_name(other: subprocess.Popen[bytes]) -> None:
+def test_a_process_is_met_by_its_name(other: Other) -> None:
     before = fds()
     near = Near.meet(name_of(other.pid))
     assert near is not None
@@ -148,7 +163,7 @@ def test_a_process_is_met_by_its_name(other: subprocess.Popen[bytes]) -> None:
     assert fds() == before
 
 
-def test_names_that_tell_of_nobody_here_are_met_with_nobody(other: subprocess.Popen[bytes]) -> None:
+def test_names_that_tell_of_nobody_here_are_met_with_nobody(other: Other) -> None:
     before = fds()
     host, pid, began = name_of(other.pid).split("@")[1].split(".")
     for name in (
@@ -156,25 +171,26 @@ def test_names_that_tell_of_nobody_here_are_met_with_nobody(other: subprocess.Po
         f"x@{host}.{1 << 40}.{began}", f"x@{host}.٣.{began}", f"x@{host}.{pid}.{'9' * 500}",
         f"x@0123456789abcdef.{pid}.{began}",
         name_of(other.pid, later=1), f"x@{host}.{pid}.{began}.1",
+        whereabouts(), name_of(os.getpid()),
     ):  # fmt: skip
         assert Near.meet(name) is None, name
     assert fds() == before
 
 
-def test_a_process_that_ended_meanwhile_gives_nothing(other: subprocess.Popen[bytes]) -> None:
+def test_a_process_that_ended_meanwhile_gives_nothing(other: Other) -> None:
     """Its pid may be another's by then: the copy itself may succeed and does not count."""
-    near = Near.meet(name_of(os.getpid()))
-    gone = Near.meet(name_of(other.pid))
-    assert near is not None
-    assert gone is not None
-    here, there = np.zeros(64, np.uint8), np.arange(64, dtype=np.uint8)
-    local, remote = (np.array([[one.ctypes.data + i * 8, 8] for i in range(8)], np.int64) for one in (here, there))
-    assert near.read(local, remote)
-    assert (here == there).all()
-    other.send_signal(signal.SIGKILL)
-    until(lambda: bool(gone._alive.poll(0)), "the other process to end")
-    gone._pid = os.getpid()  # who has its pid now
-    assert not gone.read(local, remote)
+    with another() as successor:
+        near, gone = Near.meet(name_of(successor.pid)), Near.meet(name_of(other.pid))
+        assert near is not None and gone is not None
+        assert successor.stdout is not None
+        here, held = np.zeros(64, np.uint8), int(successor.stdout.readline())
+        local, remote = (np.array([[at + i * 8, 8] for i in range(8)], np.int64) for at in (here.ctypes.data, held))
+        assert near.read(local, remote)
+        assert (here == np.arange(64)).all()
+        other.send_signal(signal.SIGKILL)
+        until(lambda: bool(gone._alive.poll(0)), "the other process to end")
+        gone._pid = successor.pid  # who has its pid now
+        assert not gone.read(local, remote)
 
 
 # -- what is decided
