@@ -8,6 +8,7 @@ Rules
 3. Results cross to the step thread in a queue; sockets never leave their thread.
 4. With a fleet key it speaks CURVE and nothing else: there is no way down. Of several keys the next is tried where one
    does not fit: a fleet that changes its key is of two minds for a while.
+5. Deadlines are of time in which this thread could run: that our process stood still is no peer's fault.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ _RECONNECT_MS = 1000
 #: bytes of one, with CURVE's; and milliseconds between two looks at how many have come
 MAX_ANSWER = MAX_FRAME + ROOM
 _WEIGH_MS = 100
+#: seconds by which a round may be late; when it is later than that, this process stood still
+_LATE = 0.5
 #: addresses of one name that are tried
 MAX_TRIED = 8
 
@@ -176,6 +179,8 @@ class HandshakeClient:
         self._results: deque[HandshakeResult] = deque()
         self._lines: dict[int | zmq.Socket[bytes], _Line] = {}
         self._pending = 0
+        #: when deadlines were last judged
+        self._judged = clock()
         #: asks whose name is being looked up, and look-ups that ended
         self._naming: dict[str, list[_Ask]] = {}
         self._named: deque[tuple[str, list[str], str]] = deque()
@@ -211,7 +216,8 @@ class HandshakeClient:
         poller.register(self._bell.fd, zmq.POLLIN)
         try:
             while not self._stop.is_set():
-                for source, events in poller.poll(self._wait_ms()):
+                wait = self._wait_ms()
+                for source, events in poller.poll(wait):
                     line = self._lines.get(source)
                     if line is None:  # the bell, or a line that this round has ended
                         self._bell.heard()
@@ -222,7 +228,7 @@ class HandshakeClient:
                     else:
                         self._send(poller, line)
                 self._weigh(poller)
-                self._expire(poller)
+                self._expire(poller, wait / 1000)
                 while self._named:
                     self._take_names(*self._named.popleft())
                 while self._asks and self._pending < MAX_PENDING:
@@ -239,7 +245,7 @@ class HandshakeClient:
         return max(1, min(longest, int((first - self._clock()) * 1000) + 1))
 
     def _under_way(self) -> Iterator[_Ask]:
-        yield from (line.ask for line in self._lines.values())
+        yield from (line.ask for line in set(self._lines.values()))
         for asks in self._naming.values():
             yield from asks
 
@@ -353,8 +359,13 @@ class HandshakeClient:
                     )
                     break
 
-    def _expire(self, poller: zmq.Poller) -> None:
+    def _expire(self, poller: zmq.Poller, waited: float) -> None:
+        """Who has not answered in time. ``waited``: so long this round had nothing to do, at most."""
         now = self._clock()
+        late, self._judged = now - self._judged - waited, now
+        if late > _LATE:
+            for ask in self._under_way():
+                ask.deadline += late
         for line in {line for line in self._lines.values() if line.ask.deadline <= now}:
             self._finish(poller, line)
             hint = f"; {line.ask.hint}" if line.ask.hint else ""

@@ -110,6 +110,38 @@ def ask_raw(raw: zmq.Socket[bytes], pp: int = 0, tp: int = 0) -> list[bytes]:
     return raw.recv_multipart()
 
 
+class Clocked:
+    """A client whose time we make."""
+
+    def __init__(self, timeout: float) -> None:
+        self.now = 0.0
+        self.results: list[HandshakeResult] = []
+        self.asking = HandshakeClient(timeout, clock=lambda: self.now)
+
+    def rounds(self, n: int) -> None:
+        """``n`` whole rounds of its thread: an ask that is refused at once comes back in each."""
+        for _ in range(n):
+            number = self.asking.start(PeerKey("refused", "a;b", 1))
+            wait_until(lambda number=number: self._came(number))
+
+    def _came(self, number: int) -> bool:
+        new = self.asking.results()
+        self.results += [result for result in new if result.key[0] != "refused"]
+        return any(result.ask == number for result in new)
+
+    def passes(self, seconds: float) -> None:
+        """Time in which its thread runs all the while."""
+        for _ in range(int(seconds / 0.125)):
+            self.now += 0.125
+            self.rounds(1)
+
+    def __enter__(self) -> Clocked:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.asking.close()
+
+
 class TestServer:
     def test_a_good_request_is_answered_with_delimiter_payload_and_clock(
         self, server: HandshakeServer, dealer: Callable[[int], zmq.Socket[bytes]]
@@ -246,31 +278,35 @@ class TestClient:
         assert [(r.payload, r.why) for r in results[1:]] == [(None, "no answer within 1 s")] * 11
 
     def test_each_handshake_has_its_own_deadline(self, silent: int) -> None:
-        now = 0.0
-        asking = HandshakeClient(10.0, clock=lambda: now)
-        got: list[str] = []
-
-        def rounds(n: int) -> None:
-            """``n`` whole rounds of the thread: an ask that is refused at once comes back in each."""
-            for _ in range(n):
-                seen = got.count("refused")
-                asking.start(PeerKey("refused", "a;b", 1))
-                wait_until(
-                    lambda was=seen: bool(got.extend(r.key[0] for r in asking.results())) or got.count("refused") > was
-                )
-
-        try:
+        with Clocked(10.0) as one:
             for name in ("first", "second"):
-                asking.start(PeerKey(name, HOST, silent))
-                rounds(1)
-                now += 5.0
-            rounds(2)  # at 10: the second of them begins after the deadlines of the first were judged
-            assert [name for name in got if name != "refused"] == ["first"]
-            now += 5.0
-            rounds(2)
-            assert [name for name in got if name != "refused"] == ["first", "second"]
-        finally:
-            asking.close()
+                one.asking.start(PeerKey(name, HOST, silent))
+                one.rounds(1)
+                one.passes(5.0)
+            one.rounds(2)  # at 10: the second of them begins after the deadlines of the first were judged
+            assert [result.key[0] for result in one.results] == ["first"]
+            one.passes(5.0)
+            one.rounds(2)
+            assert [result.key[0] for result in one.results] == ["first", "second"]
+
+    def test_time_in_which_our_process_stood_still_does_not_count_against_a_peer(
+        self, router: tuple[zmq.Socket[bytes], int], silent: int
+    ) -> None:
+        peer, port = router
+        with Clocked(2.0) as one:
+            one.asking.start(key(port))
+            one.asking.start(PeerKey("silent", HOST, silent))
+            asked = peer.recv_multipart()
+            one.passes(1.0)
+            one.now += 30.0  # at once
+            one.rounds(2)
+            assert one.results == []
+            peer.send_multipart([asked[0], b"", b"payload", b""])
+            wait_until(lambda: one.rounds(1) or bool(one.results))
+            assert [(result.payload, result.why) for result in one.results] == [(b"payload", "")]
+            one.passes(1.0)
+            one.rounds(2)
+            assert [result.why for result in one.results[1:]] == ["no answer within 2 s"]
 
     def test_a_server_that_comes_up_within_the_deadline_is_reached(
         self, client: Callable[[float], HandshakeClient]
