@@ -6,7 +6,7 @@ Rules
 2. The secret itself is used for nothing. Each use has a key of its own, HKDF-SHA256 (RFC 5869) of the secret and the
    use's name, so that one of them says nothing of another.
    A file may have several secrets, a line each: the first is used, all are accepted, so that a fleet can change its
-   key one engine at a time.
+   key one engine at a time. Where one line is a secret each is, or empty; where none is, the file is one secret.
 3. Without a key everything works, and one warning per process says what that means; ``require_auth`` makes it an error.
 4. Addresses are compared as numbers: an IPv4 address that came over an IPv6 socket is that IPv4 address.
 """
@@ -32,7 +32,7 @@ log = logging.getLogger("kvconn")
 #: bytes of a secret, without white space at its ends
 MIN_SECRET = 32
 MAX_SECRET = 4096
-#: secrets of one file; a line that is one where all lines are: the file may as well be one secret of any bytes
+#: secrets of one file, and a line that is one; a file without such a line is one secret of any bytes
 MAX_SECRETS = 4
 _SECRET = re.compile(rb"[!-~]{32,}")
 HOW = "make one with `(umask 077; openssl rand -hex 32 > FILE)` and copy it to every engine of the fleet"
@@ -115,12 +115,20 @@ def load_trust(settings: NixlKvconn, path: str = PATH) -> Trust:
 
 def read_key(file: str) -> FleetKey:
     """The fleet's key in this file. Raises ConfigError."""
-    text = _read(file).strip()
+    whole = _read(file)
+    text = whole.strip()
     if not MIN_SECRET <= len(text) <= MAX_SECRET:
         raise ConfigError(f"{file}: expected {MIN_SECRET} to {MAX_SECRET} bytes, got {len(text)}; {HOW}")
-    lines = [line.strip() for line in text.split(b"\n")]
-    if not all(_SECRET.fullmatch(line) for line in lines):
+    numbered = [(number, line.strip()) for number, line in enumerate(whole.split(b"\n"), 1)]
+    lines = [line for _, line in numbered if _SECRET.fullmatch(line)]
+    if not lines:
         return FleetKey(text)
+    other = [number for number, line in numbered if line and not _SECRET.fullmatch(line)]
+    if other:
+        raise ConfigError(
+            f"{file}: line {other[0]}: expected {MIN_SECRET} or more printable characters without white space, as "
+            "another line has, got something else: a secret cut short or wrapped, or a comment? Mend it or take it out"
+        )
     if len(lines) > MAX_SECRETS or len(set(lines)) < len(lines):
         raise ConfigError(f"{file}: expected at most {MAX_SECRETS} different secrets, a line each, got {len(lines)}")
     return FleetKey(*lines)

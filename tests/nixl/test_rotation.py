@@ -73,13 +73,30 @@ def test_a_file_has_a_secret_on_each_line_or_is_one_secret_of_any_bytes(tmp_path
     def prints(key: FleetKey) -> list[str]:
         return [one.fingerprint for one in key.accepted]
 
-    assert prints(in_file(tmp_path, OLD + b"\n" + NEW + b" \r\n\n")) == [
-        FleetKey(OLD).fingerprint,
-        FleetKey(NEW).fingerprint,
-    ]
-    for one in (b"short\n" + OLD, bytes(range(128, 160)) + b"\n" + OLD, OLD + b"\n\n" + NEW):
+    for both in (OLD + b"\n" + NEW + b" \r\n\n", b"\n" + OLD + b"\n \n\n" + NEW):
+        assert prints(in_file(tmp_path, both)) == [FleetKey(OLD).fingerprint, FleetKey(NEW).fingerprint]
+    for one in (b"short\n" + OLD[1:], bytes(range(128, 160)) + b"\nshort", b"a b" * 16 + b"\n\n" + b"c d" * 16):
         assert prints(in_file(tmp_path, one)) == [FleetKey(one).fingerprint]
     for many in ([OLD, OLD], [bytes([65 + n]) * 32 for n in range(5)]):
         with pytest.raises(ConfigError, match="at most 4 different secrets"):
             in_file(tmp_path, b"\n".join(many))
     assert repr(FleetKey(OLD, NEW)) == f"FleetKey({FleetKey(OLD).fingerprint} {FleetKey(NEW).fingerprint})"
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        (b"# the old one\n" + OLD + b"\n" + NEW, 1),
+        (b"\n" + OLD + b"\n\n" + NEW[1:] + b"\n", 4),
+        (OLD + b"\n" + b"n n" * 16, 2),
+        (bytes(range(128, 160)) + b"\n" + OLD, 1),
+    ],
+    ids=["a comment", "one cut short", "white space inside", "other bytes"],
+)
+def test_a_line_that_is_no_secret_beside_one_that_is_is_named_and_not_quoted(
+    tmp_path: Path, text: bytes, line: int
+) -> None:
+    """It would be one secret that no other engine has, and the fleet would fall apart without a word."""
+    with pytest.raises(ConfigError, match=rf"fleet\.key: line {line}: expected 32 or more printable") as caught:
+        in_file(tmp_path, text)
+    assert not any(part in str(caught.value) for part in ("old one", "oooo", "nnnn", "n n"))
