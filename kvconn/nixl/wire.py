@@ -219,6 +219,9 @@ class WireCodec:
         for name, values in lists:
             if values is not None and len(values) != n:
                 raise PeerError(peer, "agent metadata", f"{name}: expected {n} entries, got {len(values)}")
+        layers = sum(map(len, (meta.kvconn.members if meta.kvconn is not None else None) or ()))
+        if layers > MAX_REGIONS:  # each becomes a region: a small frame, and a second of the step thread
+            raise PeerError(peer, "agent metadata", f"kvconn.members: {layers} layers, at most {MAX_REGIONS} are read")
         if not 0 < n <= MAX_REGIONS or meta.num_blocks < 1 or meta.block_size < 1:
             raise PeerError(peer, "agent metadata", f"impossible: {n} regions, {meta.num_blocks} blocks")
         if any(not 0 < length <= stride for length, stride in zip(meta.block_lens, meta.block_strides, strict=True)):

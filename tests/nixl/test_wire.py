@@ -222,6 +222,19 @@ class TestMetadata:
         found = peer_error(lambda: CODEC.decode_metadata(payload(**change), "P@h:1"), "agent metadata")
         assert "length <= 65536" in found
 
+    def test_layers_in_shared_regions_are_as_few_as_regions(self) -> None:
+        """Each layer becomes a region: a frame well below the bound made 640,000, and held up a step for a second."""
+        for n, refused in ((1 << 10, False), ((1 << 10) + 1, True)):
+            members = [[("", 0, None)] * 64] * n
+            change = {"kv_caches_base_addr": [4096] * n, "block_lens": [1] * n, "block_strides": [1] * n}
+            said = payload(**change, kvconn=wire.KvconnAgent(4096, 1, members=members))
+            assert len(said.agent_metadata_bytes) < wire.MAX_FRAME // 8
+            if refused:
+                found = peer_error(lambda said=said: CODEC.decode_metadata(said, "P@h:1"), "agent metadata")
+                assert "kvconn.members: 65600 layers, at most 65536 are read" in found
+            else:
+                assert CODEC.decode_metadata(said, "P@h:1").kvconn is not None
+
     def test_a_list_is_refused_by_the_length_it_claims_and_not_made(self) -> None:
         """One byte an entry on the wire, eight and more in memory."""
         endless = pack({**STOCK, "kv_caches_base_addr": [0] * 8_000_000})
