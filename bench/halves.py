@@ -77,6 +77,8 @@ class Halves:
     that holds every finished request for some steps.
     """
 
+    block_size = BLOCK_SIZE
+
     def __init__(
         self,
         kind: Kind,
@@ -122,7 +124,8 @@ class Halves:
 
     def prefill(self, id: str, blocks: Sequence[int]) -> dict[str, Any]:
         """P schedules a prompt that fills ``blocks``, ends it, and returns its params; held from the next step on."""
-        request = _request(id, len(blocks) * BLOCK_SIZE, {"do_remote_decode": True, "do_remote_prefill": False})
+        params = {"do_remote_decode": True, "do_remote_prefill": False}
+        request = _request(id, len(blocks), params, self.block_size)
         self.scheduler.on_new_request(request)
         self.scheduler.get_num_new_matched_tokens(request, 0)
         self.scheduler.update_state_after_alloc(request, _allocated(blocks), 0)
@@ -133,13 +136,13 @@ class Halves:
         request.append_output_token_ids(7)
         request.num_computed_tokens = request.num_prompt_tokens
         request.status = RequestStatus.FINISHED_LENGTH_CAPPED
-        held, params = self.scheduler.request_finished_all_groups(request, (list(blocks),))
-        assert held and params is not None
-        return dict(params)
+        held, given = self.scheduler.request_finished_all_groups(request, (list(blocks),))
+        assert held and given is not None
+        return dict(given)
 
     def arrive(self, id: str, blocks: int, params: Transfer) -> Request:
         """D is handed a request."""
-        request = _request(id, blocks * BLOCK_SIZE, dict(params))
+        request = _request(id, blocks, dict(params), self.block_size)
         self.scheduler.on_new_request(request)
         return request
 
@@ -202,12 +205,14 @@ def _transfer(kind: Kind, role: str, extra: Transfer | None, multi: bool) -> dic
     return {"kv_connector": "MultiConnector", "kv_role": role, "kv_connector_extra_config": children, **ours}
 
 
-def _config(transfer: Transfer, blocks: int, world: int) -> VllmConfig:
-    cache = CacheConfig(block_size=BLOCK_SIZE, enable_prefix_caching=True)
+def _config(
+    transfer: Transfer, blocks: int, world: int, *, model: str | None = None, block_size: int = BLOCK_SIZE
+) -> VllmConfig:
+    cache = CacheConfig(block_size=block_size, enable_prefix_caching=True)
     cache.kv_cache_layout = "LBHNC"
     config = VllmConfig(
         model_config=ModelConfig(
-            model=_model(), dtype="float32", max_model_len=4096, enforce_eager=True, skip_tokenizer_init=True
+            model=model or _model(), dtype="float32", max_model_len=4096, enforce_eager=True, skip_tokenizer_init=True
         ),
         cache_config=cache,
         device_config=DeviceConfig("cpu"),
@@ -216,21 +221,21 @@ def _config(transfer: Transfer, blocks: int, world: int) -> VllmConfig:
             max_num_seqs=8, max_num_batched_tokens=4096, max_model_len=4096, is_encoder_decoder=False
         ),
     )
-    cache.num_gpu_blocks, cache.block_size = blocks, BLOCK_SIZE
+    cache.num_gpu_blocks, cache.block_size = blocks, block_size
     config.parallel_config.prefill_context_parallel_size = world  # refused by vLLM's check where there is no GPU
     config.parallel_config.world_size = world
     return config
 
 
-def _request(id: str, tokens: int, params: dict[str, Any]) -> Request:
+def _request(id: str, blocks: int, params: dict[str, Any], block_size: int) -> Request:
     sampling = SamplingParams(max_tokens=1, ignore_eos=True, extra_args={"kv_transfer_params": params})
     sampling.update_from_generation_config({}, 1)
     return Request(
         request_id=id,
-        prompt_token_ids=[5] * tokens,
+        prompt_token_ids=[5] * (blocks * block_size),
         sampling_params=sampling,
         pooling_params=None,
-        block_hasher=get_request_block_hasher(BLOCK_SIZE, sha256),
+        block_hasher=get_request_block_hasher(block_size, sha256),
     )
 
 
