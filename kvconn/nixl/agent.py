@@ -4,7 +4,8 @@ Rules
 1. While there is none, ``transport`` is None: loads fail, and it is tried again (C7).
 2. Destroying it is the only way to end what is posted (F1); whoever has something posted is told by the worker.
 3. To load a peer's agent takes NIXL milliseconds and its lock. A transport that says so (``meets_slowly``) is
-   introduced on a thread; while it is ``busy`` the step thread keeps away from it. One introduction at a time.
+   introduced on a thread; while it is ``busy`` the step thread keeps away from it. One introduction at a time. Where
+   no thread can be started the step thread introduces it.
 Time is an argument, in seconds of the worker's clock.
 """
 
@@ -17,6 +18,7 @@ from collections.abc import Callable, Sequence
 
 from kvconn.config import LIMITS
 from kvconn.errors import TransportError
+from kvconn.transport import blame
 from kvconn.transport.base import MemoryRegion, Transport
 
 __all__ = ["Agent"]
@@ -43,8 +45,11 @@ class Agent:
         self._open()
 
     def _open(self) -> None:
-        self.transport = self._make()
-        self.transport.register(self._memory)
+        try:
+            self.transport = self._make()
+            self.transport.register(self._memory)
+        except (OSError, RuntimeError) as err:
+            raise blame.without("a NIXL agent", err) from err
 
     def destroy(self) -> None:
         """Nothing of ours lands any more when this returns (F1). Idempotent."""
@@ -106,11 +111,18 @@ class _Meeting:
         self._transport = transport
         self._blobs = blobs
         self._thread: threading.Thread | None = None
-        if transport.meets_slowly:
-            self._thread = threading.Thread(target=self._run, name="kvconn-introduction", daemon=True)
-            self._thread.start()
-        else:
+        if not (transport.meets_slowly and self._start()):
             self._run()
+
+    def _start(self) -> bool:
+        thread = threading.Thread(target=self._run, name="kvconn-introduction", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as err:
+            log.warning("no thread to introduce a peer on (%s): steps wait for it", err)
+            return False
+        self._thread = thread
+        return True
 
     @property
     def over(self) -> bool:

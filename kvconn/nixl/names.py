@@ -1,7 +1,8 @@
 """Names of peers to addresses, on threads of their own: a name that nobody answers delays other names, never addresses.
 
 Rules
-1. Asking never waits. What is looked up at once is bounded in number and threads; more is refused at once.
+1. Asking never waits. What is looked up at once is bounded in number and threads; more is refused at once, and so is
+   everything while there is no thread and none can be started.
 2. The system's resolver has no deadline. Who asks has one; an answer after it is thrown away, and a thread that hangs
    is left behind at the end (a daemon).
 3. Only host names in ASCII and addresses come in: ZMQ's endpoints have a grammar (``tcp://source;destination``), and
@@ -66,16 +67,22 @@ class Names:
         self._closed = False
 
     def ask(self, name: str) -> bool:
-        """Look it up. False when too many names wait."""
+        """Look it up. False when too many names wait, or no thread can be started."""
+        if len(self._threads) < self._most:
+            self._add_thread()
+        if not self._threads:
+            return False
         try:
             self._queue.put_nowait(name)
         except queue.Full:
             return False
-        if len(self._threads) < self._most:
-            thread = threading.Thread(target=self._run, name="kvconn-names", daemon=True)
-            self._threads.append(thread)
-            thread.start()
         return True
+
+    def _add_thread(self) -> None:
+        thread = threading.Thread(target=self._run, name="kvconn-names", daemon=True)
+        with contextlib.suppress(RuntimeError):
+            thread.start()
+            self._threads.append(thread)
 
     def _run(self) -> None:
         while (name := self._queue.get()) is not None and not self._closed:

@@ -274,7 +274,7 @@ class HandshakeClient:
         elif name not in self._naming and self._names.ask(name):
             self._naming[name] = [ask]
         else:
-            self._fail(ask, f"too many names are being looked up to look up {name!r} as well")
+            self._fail(ask, f"too many names are being looked up to look up {name!r} as well, or no thread is left")
 
     def _name_found(self, name: str, addresses: list[str], why: str) -> None:
         """On a thread of ``Names``."""

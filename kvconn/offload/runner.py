@@ -4,6 +4,7 @@ Rules
 1. A thread decides nothing: it takes a job, calls ``do``, hands back whether that went well.
 2. Whatever ``do`` raises is logged and is a failed job: a thread of ours must answer, or somebody waits for ever.
 3. Threads are daemons and are joined with a deadline: one that hangs in a disk's driver outlives nobody.
+4. Fewer threads than asked for are enough. With none jobs would wait for ever, so that is an error.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from kvconn.errors import ConfigError
 from kvconn.offload.jobs import JobTable, Number
 
 __all__ = ["Runner"]
@@ -25,14 +27,22 @@ IDLE = 1.0
 
 
 class Runner(Generic[J]):
-    """``count`` threads named ``name`` over ``table``."""
+    """``count`` threads named ``name`` over ``table``. Raises ConfigError if none can be started."""
 
     def __init__(self, name: str, count: int, table: JobTable[J], do: Callable[[Number, J], bool]) -> None:
         self._table = table
         self._do = do
-        self._threads = [threading.Thread(target=self._loop, name=f"{name}-{i}", daemon=True) for i in range(count)]
-        for thread in self._threads:
-            thread.start()
+        self._threads: list[threading.Thread] = []
+        for i in range(count):
+            thread = threading.Thread(target=self._loop, name=f"{name}-{i}", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as err:
+                if not self._threads:
+                    raise ConfigError(f"offloading: no thread {name}: {err}; raise this process's limit") from err
+                log.warning("offloading: %d of %d threads %s: %s", i, count, name, err)
+                break
+            self._threads.append(thread)
 
     def _loop(self) -> None:
         while not self._table.closed:

@@ -11,7 +11,7 @@ from typing import Final
 
 from kvconn.errors import TransportError
 
-__all__ = ["connection_lost", "mapped", "some", "text", "unknown_peer"]
+__all__ = ["connection_lost", "mapped", "some", "text", "unknown_peer", "without"]
 
 #: class name in nixl -> whose fault it usually is and what to do.
 _BLAME: Final = {
@@ -50,6 +50,13 @@ def mapped(err: Exception, what: str, handle: int | None = None) -> TransportErr
     blame = _BLAME.get(type(err).__name__, "not a failure that we know of; a fault of ours or of NIXL")
     under_way = "" if handle is None else " Parts of it may be under way (F4)."
     return TransportError(f"{what}: {text(err)}. {blame}.{under_way}", handle=handle)
+
+
+def without(what: str, err: Exception) -> TransportError:
+    """``what`` could not be made because this process has no descriptor, thread or memory left."""
+    return TransportError(
+        f"{what}: {text(err)}. The system gives this process no more: look at its limits (open files, threads, memory)"
+    )
 
 
 def unknown_peer(what: str, peer: str) -> TransportError:

@@ -156,7 +156,11 @@ class NixlTransport(Transport):
         known = event_sets()
         self._agent: Any = _make_agent(self.name, progress, self.backends, num_threads)
         if progress == "pump":
-            self._pump = Pump(self, pump_interval, event_sets() - known)
+            try:
+                self._pump = Pump(self, pump_interval, event_sets() - known)
+            except (OSError, RuntimeError) as err:
+                self.close()
+                raise blame.without("the pump of a NIXL agent", err) from err
 
     def __repr__(self) -> str:
         state = "closed" if self._agent is None else f"progress={self.progress}"

@@ -5,11 +5,13 @@ Rules
 2. It holds its owner only for one round, so that a forgotten one can end.
 3. It waits on UCX's own event sets, which nobody hands out: they are the epoll descriptors that appear when an agent is
    made. One of somebody else's among them costs a look now and then. Ours are copies, so that their numbers stay ours.
+   Where they cannot all be waited on, none is: the pump looks as one that has none.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import select
 import threading
@@ -58,14 +60,19 @@ def event_sets() -> frozenset[int]:
 
 
 class Pump:
-    """Runs until :meth:`close`, or until ``owner`` is forgotten."""
+    """Runs until :meth:`close`, or until ``owner`` is forgotten. Raises OSError or RuntimeError where there is no
+    descriptor or no thread left, and leaves none behind."""
 
     def __init__(self, owner: Owner, interval: float, sets: Iterable[int]) -> None:
         self._ears = _Ears(sets)
         self.pacer = Pacer(interval, self._ears.any)
         self._closing = False
         self._thread = threading.Thread(target=_run, args=(self, weakref.ref(owner)), name=NAME, daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:
+            self._ears.close()
+            raise
 
     def moved(self) -> None:
         """Something was posted that is not done: look now, and often for a while."""
@@ -107,14 +114,46 @@ class _Ears:
     """What the thread waits on: the event sets, and a bell for whoever has something for it."""
 
     def __init__(self, sets: Iterable[int]) -> None:
-        self._sets = {os.dup(fd): Hearing() for fd in sets}
-        self.any = bool(self._sets)
-        self._heard = set(self._sets)
-        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._poll = select.epoll()
-        for fd in (*self._sets, self._bell):
-            self._poll.register(fd, select.EPOLLIN)
         self._open = threading.Lock()
+        self._sets: dict[int, Hearing] = {}
+        self._heard: set[int] = set()
+        self._bell = -1
+        self._poll = select.epoll()
+        try:
+            self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            self._poll.register(self._bell, select.EPOLLIN)
+        except OSError:
+            self.close()
+            raise
+        try:
+            for fd in sets:
+                self._copy(fd)
+        except OSError:  # no descriptor, watch or memory left
+            self._forget_sets()
+        self.any = bool(self._sets)
+
+    def _copy(self, fd: int) -> None:
+        """Listen to this set, if it is one still: since it was found, somebody else's may have gone."""
+        try:
+            copy = os.dup(fd)
+        except OSError as err:
+            if err.errno == errno.EBADF:
+                return
+            raise
+        self._sets[copy] = Hearing()
+        if os.readlink(f"{_FDS}/{copy}") != _EPOLL:  # the number is another file's now, whose peer must see it close
+            del self._sets[copy]
+            os.close(copy)
+            return
+        self._poll.register(copy, select.EPOLLIN)
+        self._heard.add(copy)
+
+    def _forget_sets(self) -> None:
+        for fd in self._heard:
+            self._poll.unregister(fd)  # closing a copy ends no watch
+        for fd in self._sets:
+            os.close(fd)
+        self._sets, self._heard = {}, set()
 
     def ring(self) -> None:
         with self._open:
@@ -132,8 +171,9 @@ class _Ears:
         for fd, hearing in self._sets.items():
             listen = hearing.looked(fd in ready, now)
             if listen and fd not in self._heard:
-                self._poll.register(fd, select.EPOLLIN)
-                self._heard.add(fd)
+                with contextlib.suppress(OSError):  # no watch left: tried again before the next wait
+                    self._poll.register(fd, select.EPOLLIN)
+                    self._heard.add(fd)
             elif not listen and fd in self._heard:
                 self._poll.unregister(fd)
                 self._heard.remove(fd)
@@ -159,5 +199,6 @@ class _Ears:
         with self._open:
             self._poll.close()
             for fd in (*self._sets, self._bell):
-                os.close(fd)
+                if fd >= 0:
+                    os.close(fd)
             self._bell, self._sets, self._heard = -1, {}, set()

@@ -9,6 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
+from kvconn.errors import ConfigError
 from kvconn.offload.jobs import Ended, JobTable
 from kvconn.offload.runner import Runner
 
@@ -134,6 +135,30 @@ def test_a_thread_that_hangs_does_not_keep_the_end() -> None:
     assert inside.wait(20)
     assert not runner.close(0.0) and jobs.take_ended() == [Ended(A, False)]
     go.set()
+    assert runner.close(20)
+
+
+@pytest.mark.parametrize("may_start", [0, 1])
+def test_fewer_threads_than_asked_for_are_enough_and_none_are_an_error(
+    may_start: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, left = threading.Thread.start, iter([True] * may_start)
+
+    def refuse(thread: threading.Thread) -> None:
+        if not next(left, False):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    jobs = table()
+    if not may_start:
+        with pytest.raises(ConfigError, match="no thread test-jobs"):
+            Runner("test-jobs", 2, jobs, lambda number, job: True)
+        return
+    runner = Runner("test-jobs", 2, jobs, lambda number, job: True)
+    jobs.add(A, "a", 5.0)
+    jobs.settle(A, 20)
+    assert jobs.take_ended() == [Ended(A, True)]
     assert runner.close(20)
 
 

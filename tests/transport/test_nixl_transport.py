@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,6 +15,7 @@ import pytest
 
 from kvconn.errors import TransportError
 from kvconn.transport import ucx
+from kvconn.transport.nixl import NixlTransport
 from kvconn.transport.parts import joined
 from tests.transport.peer import ANY, ROOT, TCP, Child, ChildError, until
 
@@ -420,6 +422,25 @@ def test_the_probe_notices_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     assert refusing != ucx._CMA_PROBE
     monkeypatch.setattr(ucx, "_CMA_PROBE", refusing)
     assert ucx.cma_usable.__wrapped__() is False
+
+
+@pytest.mark.parametrize("why", [OSError(24, "Too many open files"), RuntimeError("can't start new thread")])
+def test_an_agent_without_its_pump_is_destroyed_and_an_error_of_ours(
+    why: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Native:
+        """Of which weak references can be made."""
+
+    made = SimpleNamespace(agent=Native())
+
+    def refuse(*_: object) -> None:
+        raise why
+
+    monkeypatch.setattr("kvconn.transport.nixl._make_agent", lambda *_: made)
+    monkeypatch.setattr("kvconn.transport.nixl.Pump", refuse)
+    with pytest.raises(TransportError, match="look at its limits"):
+        NixlTransport()
+    assert made.agent is None
 
 
 def test_nixl_is_loaded_only_when_an_agent_is_made() -> None:

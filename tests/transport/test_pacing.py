@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import threading
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from kvconn.transport import pacing
 from kvconn.transport.pacing import Hearing, Pacer, Round, Wait
-from kvconn.transport.pump import Pump, event_sets
+from kvconn.transport.pump import Pump, _Ears, event_sets
 
 INTERVAL = 200e-6
 #: longer than a test may take
@@ -205,3 +208,85 @@ def test_event_sets_are_those_of_this_process() -> None:
     assert event_sets() - known <= {fd}  # none where there is a network card
     events.close()
     assert fd not in event_sets()
+
+
+# -- where the system gives no more
+
+
+@pytest.fixture
+def events() -> Iterator[int]:
+    """An event set that is always ready; afterwards no other file is open than before."""
+    before = sorted(os.listdir("/proc/self/fd"))
+    readable, writable = os.pipe()
+    os.write(writable, b"x")
+    with select.epoll() as made:
+        made.register(readable, select.EPOLLIN)
+        yield made.fileno()
+    os.close(readable)
+    os.close(writable)
+    assert sorted(os.listdir("/proc/self/fd")) == before
+
+
+def _refuse(*_: object, **__: object) -> Any:
+    raise OSError(errno.EMFILE, "Too many open files")
+
+
+def test_a_set_that_has_gone_or_is_another_file_now_is_left_out(events: int) -> None:
+    readable, writable = os.pipe()
+    ears = _Ears([1 << 20, writable, events])
+    try:
+        assert ears.any and len(ears._sets) == 1
+        os.close(writable)
+        assert os.read(readable, 1) == b""  # it saw it close
+    finally:
+        ears.close()
+        os.close(readable)
+
+
+@pytest.mark.parametrize("call", ["dup", "readlink"])
+def test_where_not_all_sets_can_be_copied_none_is_waited_on(
+    events: int, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, many = getattr(os, call), iter((True, False))
+    monkeypatch.setattr(os, call, lambda what: one(what) if next(many) else _refuse())
+    owner = Owner()
+    pump = Pump(owner, FOREVER, [events, events])
+    assert owner.looked.acquire(timeout=DEADLINE)
+    assert not pump.pacer.listening and not pump._ears.heard and pump._ears._poll.poll(0) == []
+    pump.close()
+    assert not pump._thread.is_alive()
+
+
+@pytest.mark.parametrize("what", ["os.eventfd", "threading.Thread.start"])
+def test_a_pump_that_cannot_be_made_leaves_nothing_behind(
+    events: int, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusal = RuntimeError("can't start new thread") if "Thread" in what else OSError(errno.EMFILE, "no more")
+
+    def refuse(*_: object) -> Any:
+        raise refusal
+
+    monkeypatch.setattr(what, refuse)
+    with pytest.raises(type(refusal)):
+        Pump(Owner(), INTERVAL, [events])
+
+
+def test_a_set_that_cannot_be_listened_to_again_does_not_end_the_pump(events: int) -> None:
+    class Full:
+        """An epoll that takes no more."""
+
+        poll = staticmethod(lambda seconds: [])
+        register = staticmethod(_refuse)
+
+    ears = _Ears([events])
+    try:
+        while ears.heard:
+            ears.tune(0.0)
+        real, ears._poll = ears._poll, Full()  # type: ignore[assignment]
+        ears.tune(FOREVER)
+        assert not ears.heard
+        ears._poll = real
+        ears.tune(FOREVER)
+        assert ears.heard
+    finally:
+        ears.close()
