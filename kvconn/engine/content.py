@@ -179,25 +179,3 @@ class ContentAddressed:
                 there = _mix(self._state_places(layer))
                 total += int(_mix(self._slot(s, layer) ^ there).sum(dtype=np.uint64))
         return total & _MASK
-
-    def first_wrong(self, s: Scheduled, tokens: Sequence[int]) -> tuple[int, int, int] | None:
-        """(layer, block id, position) of the first row that ``s`` sees here and that is not what ``tokens`` say, or of
-        the first state, which stands at its last token."""
-        hashes = prefix_hashes(tokens)
-        for layer in range(self._portion.n_layers):
-            if self._portion.keeps_state[layer]:
-                slot = self._slot(s, layer)
-                right = np.zeros_like(slot)
-                self._joined(right, hashes, layer)
-                if not np.array_equal(slot, right):
-                    group = self._portion.groups[layer]
-                    return self._portion.first_layer + layer, s.tables[group][0], len(tokens) - 1
-                continue
-            context, positions = self._context(s, layer)
-            expected = self._rows([hashes[position] for position in positions.tolist()], layer)
-            bad = np.flatnonzero((context != expected).any(axis=(1, 2)))
-            if bad.size:
-                position = int(positions[int(bad[0])])
-                index = position // (self._size * self._portion.tokens.dcp)
-                return self._portion.first_layer + layer, s.tables[self._portion.groups[layer]][index], position
-        return None

@@ -15,11 +15,11 @@ import msgspec
 from kvconn.base import Cells, GroupView
 from kvconn.config import Count, ParallelConfig, parse_struct
 from kvconn.errors import ConfigError
-from kvconn.geometry import Place, RankCache, Region, Share, Side, blocks_for
+from kvconn.geometry import Place, RankCache, Region, Share, Side
 from kvconn.nixl.blocks import reach
 from kvconn.nixl.wire import AgentMetadata, KvconnAgent
 
-__all__ = ["ITEM_SIZES", "Shape", "ShapeGroup", "blocks_of", "cache_of", "metadata_of", "parse_shape"]
+__all__ = ["ITEM_SIZES", "Shape", "ShapeGroup", "cache_of", "metadata_of", "parse_shape"]
 
 #: bytes of one number
 ITEM_SIZES: Final = {
@@ -218,8 +218,3 @@ def metadata_of(shape: Shape, place: Place, engine_id: str = "P") -> AgentMetada
             [reach(cache.groups[r.group]) for r in regions],
         ),
     )  # fmt: skip
-
-
-def blocks_of(shape: Shape, tokens: int) -> int:
-    """Block ids that a prompt of ``tokens`` has."""
-    return blocks_for(tokens, shape.block_size * shape.dcp)

@@ -21,6 +21,7 @@ from kvconn.engine.request import EngineRequest, Finished
 from kvconn.engine.scheduler import Scheduled, Scheduler
 from tests.engine.driving import unique_tokens
 from tests.engine.threads import ignore, ranks_of
+from tests.engine.wrong import first_wrong
 
 SMALL = ModelSpec(n_layers=2, d_model=32, n_heads=2, d_ff=64)
 GROUPED = ModelSpec(n_layers=2, d_model=32, n_heads=4, d_ff=64, kv="gqa", n_kv_heads=2)
@@ -207,7 +208,7 @@ class TestContentAddressed:
     ) -> None:
         model, last, tokens = decoding
         assert self.read(model, last) == self.read(model, last)
-        assert model.first_wrong(last, tokens) is None
+        assert first_wrong(model, last, tokens) is None
 
     @pytest.mark.parametrize(("layer", "position", "byte"), [(0, 0, 0), (0, 12, 511), (1, 5, 300), (1, 8, 7)])
     def test_a_flipped_bit_changes_the_token_and_is_named(
@@ -218,7 +219,7 @@ class TestContentAddressed:
         block = last.blocks[position // 4]
         model.caches[layer][block, 0, position % 4].view(torch.uint8)[byte] ^= 1
         assert self.read(model, last) != good
-        assert model.first_wrong(last, tokens) == (layer, block, position)
+        assert first_wrong(model, last, tokens) == (layer, block, position)
 
     def test_a_swapped_block_changes_the_token_and_is_named(
         self, decoding: tuple[ContentAddressed, Scheduled, list[int]]
@@ -227,7 +228,7 @@ class TestContentAddressed:
         good = self.read(model, last)
         model.caches[1][[2, 9]] = model.caches[1][[9, 2]]
         assert self.read(model, last) != good
-        assert model.first_wrong(last, tokens) == (1, 2, 4)
+        assert first_wrong(model, last, tokens) == (1, 2, 4)
 
     def test_two_rows_swapped_in_a_block_change_the_token(
         self, decoding: tuple[ContentAddressed, Scheduled, list[int]]
@@ -236,14 +237,14 @@ class TestContentAddressed:
         good = self.read(model, last)
         model.caches[0][9, 0, [1, 2]] = model.caches[0][9, 0, [2, 1]]
         assert self.read(model, last) != good
-        assert model.first_wrong(last, tokens) == (0, 9, 9)
+        assert first_wrong(model, last, tokens) == (0, 9, 9)
 
     def test_layers_swapped_change_the_token(self, decoding: tuple[ContentAddressed, Scheduled, list[int]]) -> None:
         model, last, tokens = decoding
         good = self.read(model, last)
         model.caches[0][7], model.caches[1][7] = model.caches[1][7].clone(), model.caches[0][7].clone()
         assert self.read(model, last) != good
-        assert model.first_wrong(last, tokens) == (0, 7, 0)
+        assert first_wrong(model, last, tokens) == (0, 7, 0)
 
     def test_a_stale_block_changes_the_token_and_is_named(
         self, decoding: tuple[ContentAddressed, Scheduled, list[int]]
@@ -256,7 +257,7 @@ class TestContentAddressed:
         for cache in model.caches:
             cache[9] = cache[3]
         assert self.read(model, last) != good
-        assert model.first_wrong(last, tokens) == (0, 9, 8)
+        assert first_wrong(model, last, tokens) == (0, 9, 8)
 
     def test_heads_swapped_change_the_token_and_are_named(self) -> None:
         model = ContentAddressed(EngineConfig(name="content", model=CONTENT_HEADS, num_blocks=4, block_size=4), solo())
@@ -266,13 +267,13 @@ class TestContentAddressed:
         good = self.read(model, last)
         model.caches[1][2, [0, 3]] = model.caches[1][2, [3, 0]]
         assert self.read(model, last) != good
-        assert model.first_wrong(last, [5, 6, 7, 8]) == (1, 2, 0)
+        assert first_wrong(model, last, [5, 6, 7, 8]) == (1, 2, 0)
 
     def test_an_untouched_block_is_named(self, decoding: tuple[ContentAddressed, Scheduled, list[int]]) -> None:
         model, last, tokens = decoding
         self.read(model, last)
         model.caches[1][2] = 0.0
-        assert model.first_wrong(last, tokens) == (1, 2, 4)
+        assert first_wrong(model, last, tokens) == (1, 2, 4)
 
     def test_what_lies_behind_the_context_is_not_read(
         self, decoding: tuple[ContentAddressed, Scheduled, list[int]]

@@ -16,6 +16,7 @@ from kvconn.engine.tables import Tables
 from tests.engine.driving import Bench, ScriptedConnector, unique_tokens
 from tests.engine.test_model import Run, asks, solo
 from tests.engine.threads import ignore
+from tests.engine.wrong import first_wrong
 
 SMALL = ModelSpec(n_layers=3, d_model=32, n_heads=2, d_ff=64, window=8, state=4)
 CONTENT = msgspec.structs.replace(SMALL, mode="content-addressed")
@@ -117,11 +118,11 @@ class TestModels:
         slot = model.caches[2][share.tables[2][0]]
         kept = slot.clone()
         good = model.forward([last], ignore, ignore)["a"]
-        assert model.first_wrong(last, PROMPT) is None
+        assert first_wrong(model, last, PROMPT) is None
         slot.copy_(kept)
         slot[number : number + 1].view(torch.uint8)[3] ^= 1
         assert model.forward([last], ignore, ignore)["a"] != good
-        assert model.first_wrong(last, PROMPT) == (2, share.tables[2][0], 28)
+        assert first_wrong(model, last, PROMPT) == (2, share.tables[2][0], 28)
 
 
 class TestReaders:

@@ -16,6 +16,7 @@ from kvconn.errors import ConfigError
 from kvconn.geometry import HeadShare, TokenShare
 from tests.engine.driving import unique_tokens
 from tests.engine.threads import Threaded
+from tests.engine.wrong import first_wrong
 
 SIZES = {"n_layers": 3, "d_model": 32, "n_heads": 4, "d_ff": 64}
 LATENT = ModelSpec(**SIZES)
@@ -174,10 +175,10 @@ def test_a_rank_names_the_first_wrong_row_of_its_own() -> None:
     tokens = unique_tokens("x", 40)
     for rank, model in enumerate(engine.models):
         assert isinstance(model, ContentAddressed)
-        assert model.first_wrong(share, tokens) is None
+        assert first_wrong(model, share, tokens) is None
         model.caches[0][share.blocks[1], 0, 2] = 0.0
         layer, position = rank // 2, 16 + 2 * 2 + rank % 2
-        assert model.first_wrong(share, tokens) == (layer, share.blocks[1], position)
+        assert first_wrong(model, share, tokens) == (layer, share.blocks[1], position)
 
 
 @pytest.mark.parametrize(

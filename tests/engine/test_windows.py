@@ -17,6 +17,7 @@ from kvconn.errors import ConfigError
 from tests.engine.driving import Bench, ScriptedConnector, unique_tokens
 from tests.engine.test_model import Run, asks
 from tests.engine.threads import ignore
+from tests.engine.wrong import first_wrong
 
 SMALL = ModelSpec(n_layers=2, d_model=32, n_heads=2, d_ff=64)
 WINDOW = msgspec.structs.replace(SMALL, window=8)
@@ -140,12 +141,12 @@ class TestModels:
         assert isinstance(run.model, ContentAddressed) and (last.start, last.n) == (13, 1)
         good = run.model.forward([last], ignore, ignore)["a"]
         tokens = run.scheduler.requests["a"].tokens
-        assert run.model.first_wrong(last, tokens) is None
+        assert first_wrong(run.model, last, tokens) is None
         table = first.requests[0].tables[1] + last.tables[1][4:]
         run.model.caches[1][table[position // 4], 0, position % 4, 1] = 3.5
         if position != 13:
             assert (run.model.forward([last], ignore, ignore)["a"] != good) is seen
-        assert (run.model.first_wrong(last, tokens) is not None) is seen
+        assert (first_wrong(run.model, last, tokens) is not None) is seen
 
 
 class TestConnectors:
