@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import pytest
-import torch
 
 from kvconn.base import (
     ConnectorMetadata,
@@ -28,18 +27,12 @@ from kvconn.engine.scheduler import Scheduler, Step
 from kvconn.engine.worker import Worker, connector_config
 from tests.engine.driving import unique_tokens
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 CONFIG = EngineConfig(
     name="W", model=ModelSpec(mode="content-addressed", n_layers=2), num_blocks=16, block_size=4
 )  # fmt: skip
 PROMPT = unique_tokens("w", 11)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """A worker sets this for its process; this one is shared."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import msgspec
 import pytest
@@ -23,6 +23,8 @@ from tests.engine.driving import unique_tokens
 from tests.engine.threads import ignore, ranks_of
 from tests.engine.wrong import first_wrong
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SMALL = ModelSpec(n_layers=2, d_model=32, n_heads=2, d_ff=64)
 GROUPED = ModelSpec(n_layers=2, d_model=32, n_heads=4, d_ff=64, kv="gqa", n_kv_heads=2)
 CONTENT = ModelSpec(mode="content-addressed", n_layers=2)
@@ -40,15 +42,6 @@ MODELS = {
     "content-addressed": CONTENT,
     "content-addressed-gqa": CONTENT_HEADS,
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """As in a worker: threads cost more than these sizes gain."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Run:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,16 +12,9 @@ from kvconn.engine.config import ModelSpec
 from kvconn.engine.model import page_aligned
 from tests.engine.threads import Threaded
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 LENGTHS = {"a": 1, "b": 20, "c": 37, "d": 54, "e": 71}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """As in a worker."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])

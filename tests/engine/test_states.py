@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import msgspec
 import pytest
 import torch
@@ -18,20 +16,13 @@ from tests.engine.test_model import Run, asks, solo
 from tests.engine.threads import ignore
 from tests.engine.wrong import first_wrong
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SMALL = ModelSpec(n_layers=3, d_model=32, n_heads=2, d_ff=64, window=8, state=4)
 CONTENT = msgspec.structs.replace(SMALL, mode="content-addressed")
 MODELS = pytest.mark.parametrize("model", [SMALL, CONTENT], ids=["transformer", "content-addressed"])
 PROMPT = unique_tokens("a", 29)
 _ = NO_BLOCK
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """As in a worker."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def test_layers_take_turns() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -17,6 +15,8 @@ from kvconn.geometry import HeadShare, TokenShare
 from tests.engine.driving import unique_tokens
 from tests.engine.threads import Threaded
 from tests.engine.wrong import first_wrong
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 SIZES = {"n_layers": 3, "d_model": 32, "n_heads": 4, "d_ff": 64}
 LATENT = ModelSpec(**SIZES)
@@ -74,15 +74,6 @@ PAIRS = (
 #: prompts of one token leave ranks idle; 16 tokens a step cut prompts into chunks beside decoding requests
 LENGTHS = {"a": 1, "b": 13, "c": 37, "d": 16, "e": 50}
 N_NEW = 6
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """As in a worker."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

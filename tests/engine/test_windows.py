@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import msgspec
 import pytest
-import torch
 
 from kvconn.base import NO_BLOCK, GroupView
 from kvconn.engine.config import EngineConfig, ModelSpec, cache_groups, check
@@ -19,20 +16,13 @@ from tests.engine.test_model import Run, asks
 from tests.engine.threads import ignore
 from tests.engine.wrong import first_wrong
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SMALL = ModelSpec(n_layers=2, d_model=32, n_heads=2, d_ff=64)
 WINDOW = msgspec.structs.replace(SMALL, window=8)
 CONTENT = msgspec.structs.replace(WINDOW, mode="content-addressed")
 MODELS = pytest.mark.parametrize("model", [WINDOW, CONTENT], ids=["transformer", "content-addressed"])
 _ = NO_BLOCK
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """As in a worker."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def request(n: int, id: str = "a") -> Request:

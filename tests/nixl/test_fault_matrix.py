@@ -16,7 +16,9 @@ from kvconn.config import ParallelConfig
 from kvconn.testing import ManualClock
 from tests.nixl.pairs import LEASE, Net
 from tests.support import NIXL_CONSUMER, Side
-from tests.told import Told, listening
+from tests.told import Told
+
+pytestmark = pytest.mark.usefixtures("told")
 
 THEIRS, OURS = [3, 4, 9, 5], [11, 12, 1, 2]
 
@@ -26,14 +28,6 @@ def net() -> Iterator[Net]:
     made = Net()
     yield made
     made.close()
-
-
-@pytest.fixture(autouse=True)
-def told() -> Iterator[Told]:
-    """Every line that a fault is worth is asked for by its test; what is left over then was said once too often."""
-    with listening() as made:
-        yield made
-        made.exactly()
 
 
 #: P: nobody read it, or nobody could say that it was read

@@ -15,7 +15,9 @@ from kvconn.multi.connector import MultiConnector
 from kvconn.transport.ucx import cma_usable
 from tests.nixl.producer import Producer, races
 from tests.support import NIXL_CONSUMER, NIXL_PRODUCER, Side, free_port, multi, offload_hold, wait_until
-from tests.told import Told, exactly, listening
+from tests.told import Told, exactly
+
+pytestmark = pytest.mark.usefixtures("told")
 
 TCP = {"UCX_TLS": "tcp"}
 BLOCKS = list(range(48))
@@ -28,14 +30,6 @@ def d() -> Iterator[Side]:
     side = Side("D", {**NIXL_CONSUMER, **extra}, num_blocks=64)
     yield side
     side.close()
-
-
-@pytest.fixture(autouse=True)
-def told() -> Iterator[Told]:
-    """Every line that a fault is worth is asked for by its test; what is left over then was said once too often."""
-    with listening() as made:
-        yield made
-        made.exactly()
 
 
 #: what a producer says of a request that nobody read; what a reader says of one whose producer has let go

@@ -11,19 +11,13 @@ import pytest
 from kvconn.nixl.wire import WireCodec
 from tests.nixl.producer import Producer as Child
 from tests.support import NIXL_CONSUMER, NIXL_PRODUCER, Side, free_port, wait_until
-from tests.told import Told, exactly, listening
+from tests.told import Told, exactly
+
+pytestmark = pytest.mark.usefixtures("told")
 
 TCP = {"UCX_TLS": "tcp"}
 BLOCKS = list(range(48))
 Producer = partial(Child, env=TCP, pause=0.001, num_blocks=64)
-
-
-@pytest.fixture(autouse=True)
-def told() -> Iterator[Told]:
-    """Every line that a fault is worth is asked for by its test; what is left over then was said once too often."""
-    with listening() as made:
-        yield made
-        made.exactly()
 
 
 @pytest.fixture
