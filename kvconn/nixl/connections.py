@@ -8,13 +8,16 @@ Rules
    it is a connection at our port and, later, the same one (inode). So nothing that is not ours is ever shut down.
 2. A connection may have sent what its good requests took, one more, and :data:`ROOM`; it is over without a good request
    for ``idle`` seconds. Of more connections than may be, in all or of one address, the longest without one is over.
-3. Who is shut down may come again; ZMQ's clients do so by themselves, an honest one within its deadline.
+3. To look takes a descriptor. While the process has none left nothing is known and nothing forgotten: who came or
+   is over meanwhile is looked at, or ended, at a later sweep.
+4. Who is shut down may come again; ZMQ's clients do so by themselves, an honest one within its deadline.
 Time is an argument, in seconds.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import resource
 import socket
@@ -53,10 +56,13 @@ class Connection(msgspec.Struct, frozen=True):
 
 def seen(fd: int, port: int, end: int | None = None, theirs: bool = False) -> Connection | None:
     """The connection at our port, or at ``theirs``, with this descriptor; None when that is something else by now.
-    ``end``: it is shut down if it is the one with this inode; ZMQ sees its end and closes it."""
+    ``end``: it is shut down if it is the one with this inode; ZMQ sees its end and closes it. Raises OSError when that
+    cannot be told now, as with no descriptor left."""
     try:
         copy = os.dup(fd)
-    except OSError:
+    except OSError as err:
+        if err.errno != errno.EBADF:
+            raise
         return None
     try:
         found = socket.socket(fileno=copy)
@@ -112,13 +118,19 @@ class Connections:
         #: by descriptor, the longest without a good request first
         self._open: OrderedDict[int, _Open] = OrderedDict()
         self._of_peer: Counter[int] = Counter()
+        #: accepted when there was no descriptor to look with
+        self._unseen: set[int] = set()
         #: we ended them and ZMQ has not closed them yet
         self._ending: set[int] = set()
 
     def accepted(self, fd: int, now: float) -> str:
         """A new one. Why another, or this one, had to end for it; "" when there was room."""
         self.ended(fd)
-        found = self._look(fd, self._port, None)
+        try:
+            found = self._look(fd, self._port, None)
+        except OSError:
+            self._unseen.add(fd)
+            return ""
         if found is None:
             return ""
         self._open[fd] = _Open(found, now)
@@ -138,6 +150,7 @@ class Connections:
         return over
 
     def _forget(self, fd: int) -> None:
+        self._unseen.discard(fd)
         one = self._open.pop(fd, None)
         if one is not None:
             self._of_peer[one.peer] -= 1
@@ -153,22 +166,29 @@ class Connections:
 
     def sweep(self, now: float) -> list[str]:
         """End what is over; why, each."""
-        out: list[str] = []
+        out = [self.accepted(fd, now) for fd in list(self._unseen)]
         for fd, one in list(self._open.items()):
-            found = self._look(fd, self._port, None)
+            try:
+                found = self._look(fd, self._port, None)
+            except OSError:
+                continue
             if found is None or found.inode != one.inode:  # its end was not told
                 self._forget(fd)
             elif found.received > one.allowed:
                 out.append(self._over(fd, f"{found.received} bytes and no request"))
             elif now - one.since > self._idle:
                 out.append(self._over(fd, f"no request for {self._idle:g} s"))
-        return out
+        return [why for why in out if why]
 
     def _over(self, fd: int, why: str) -> str:
+        """Why it ended; "" when it could not be now."""
         one = self._open[fd]
+        try:
+            self._look(fd, self._port, one.inode)
+        except OSError:
+            return ""
         self._forget(fd)
         self._ending.add(fd)
-        self._look(fd, self._port, one.inode)
         return f"{one.address}: {why}"
 
     def __len__(self) -> int:

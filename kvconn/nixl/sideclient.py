@@ -351,7 +351,11 @@ class HandshakeClient:
     def _weigh(self, poller: zmq.Poller) -> None:
         """An answer of more bytes than any is: ZMQ bounds its frames, and not how many there are."""
         for line in set(self._lines.values()):
-            for found in (seen(fd, line.ask.key[2], theirs=True) for fd in line.open):
+            for fd in line.open:
+                try:
+                    found = seen(fd, line.ask.key[2], theirs=True)
+                except OSError:  # no descriptor left to look with: at the next look
+                    continue
                 if found is not None and found.received > MAX_ANSWER:
                     self._finish(poller, line)
                     self._fail(

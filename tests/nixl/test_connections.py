@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import resource
 import socket
 import threading
 from collections.abc import Iterator
@@ -33,8 +35,11 @@ class Kernel:
     def __init__(self) -> None:
         self.there: dict[int, tuple[int, int, int]] = {}
         self.ended: list[int] = []
+        self.full = False
 
     def look(self, fd: int, port: int, end: int | None = None) -> Connection | None:
+        if self.full:
+            raise OSError(errno.EMFILE, "Too many open files")
         if fd not in self.there:
             return None
         inode, peer, received = self.there[fd]
@@ -96,6 +101,58 @@ class TestDecisions:
         kernel.there[3] = (77, 3, 1 << 30)
         assert open.sweep(0.0) == [] and len(open) == 0 and kernel.ended == []
         assert open.accepted(5, 0.0) == "" and len(open) == 0  # gone before we looked
+
+    def test_while_no_descriptor_is_left_nobody_is_forgotten_and_later_all_is_made_up_for(self) -> None:
+        kernel = Kernel()
+        open = kernel.made(most=4)
+        for fd in (3, 4):
+            kernel.there[fd] = (fd, fd, 0)
+            open.accepted(fd, 0.0)
+        kernel.full = True
+        for fd in (5, 6, 7):
+            kernel.there[fd] = (fd, fd, 0)
+            assert open.accepted(fd, 1.0) == ""
+        assert open.ended(7) is False
+        del kernel.there[7]
+        open.asked(4, 20.0)
+        assert open.sweep(31.0) == [] and len(open) == 2
+        kernel.full = False
+        assert open.sweep(31.0) == ["peer 3: no request for 30 s"]
+        assert kernel.ended == [3] and len(open) == 3 and not open._unseen
+        assert open.sweep(62.0) == [f"peer {fd}: no request for 30 s" for fd in (4, 5, 6)]
+
+    def test_one_of_too_many_that_cannot_be_ended_now_is_over_later(self) -> None:
+        kernel = Kernel()
+        open = kernel.made(most=2)
+
+        def full_after_a_look(fd: int, port: int, end: int | None = None) -> Connection | None:
+            try:
+                return Kernel.look(kernel, fd, port, end)
+            finally:
+                kernel.full = fd == 5
+
+        open._look = full_after_a_look
+        for fd in (3, 4, 5):
+            kernel.there[fd] = (fd, fd, 0)
+            assert open.accepted(fd, 0.0) == ""
+        assert len(open) == 3 and kernel.ended == []
+        kernel.full, open._look = False, kernel.look
+        assert len(open.sweep(31.0)) == 3 and kernel.ended == [3, 4, 5]
+
+
+def test_with_no_descriptor_left_a_connection_is_not_taken_for_gone() -> None:
+    with socket.create_server((HOST, 0)) as ours, contextlib.ExitStack() as stack:
+        stack.enter_context(socket.create_connection(ours.getsockname()))
+        near = stack.enter_context(ours.accept()[0])
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        lowest = os.dup(near.fileno())
+        os.close(lowest)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))  # every one below is taken
+        try:
+            with pytest.raises(OSError, match="Too many open files"):
+                seen(near.fileno(), ours.getsockname()[1])
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_nothing_but_a_connection_at_our_port_is_looked_at_or_ended() -> None:
