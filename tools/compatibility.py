@@ -53,9 +53,10 @@ several, and read several (`tests/engine/test_replicated_engines.py`).
 
 Not possible, and refused by field, in `kvconn plan` too: sizes of which neither divides the other, TP above 16, another
 dtype, head size or number of heads, state at unequal TP or of another size, a window that is longer on D than on P, a
-layer with another kind of cache, replicated PCP on D. A state stands before the last token of the prompt that P was
-given: an engine that computes states holds them there, and a state that stands elsewhere is refused. VRAM is written
-and has not run here: there was no GPU.
+layer with another kind of cache, replicated PCP on D, a window on both sides where D's block (times DCP) does not
+divide P's: D's first block would be filled in part, and found again by a prompt that sees the rest of it. A state
+stands before the last token of the prompt that P was given: an engine that computes states holds them there, and a
+state that stands elsewhere is refused. VRAM is written and has not run here: there was no GPU.
 """
 
 

@@ -5,7 +5,9 @@ Rules
    paired with the unit of theirs that has its tokens. Pairs are sorted by ours, and neighbours on both sides are one
    range: NIXL merges only what ascends together on both sides, and pays for every range.
 2. Nothing is touched but units of the blocks to fill that hold one of the first ``tokens`` tokens.
-3. Wrong numbers are a RequestError that names the field; nothing is read then.
+3. A block to fill is filled: each of its units that begins below ``tokens`` is read, or nothing is. Engines find a
+   block again for any prompt that begins with its tokens, also one that sees more of it than this prompt's window does.
+4. Wrong numbers are a RequestError that names the field; nothing is read then.
 Arrays are int64. A unit's index counts through all blocks of a region: block times units per block plus number there.
 """
 
@@ -110,19 +112,25 @@ def _attention(lane: Lane, mine: Ints, theirs: Ints, field: str, hit: int, token
     per_block = lane.ours.logical // lane.unit
     within = np.arange(len(mine) * per_block, dtype=np.int64)  # units from the first block to fill on
     index = (within + hit * per_block) * lane.unit  # of a unit's first token among this rank's
-    first, last = _prompt(lane.ours, index), _prompt(lane.ours, index + lane.unit - 1)
+    first = _prompt(lane.ours, index)
     other = index if lane.ours.share == lane.theirs.share else _index(lane.theirs, first)
-    start = max(0, tokens - lane.window) if lane.window is not None else 0  # the last one may be computed again
     wanted = (np.repeat(mine, per_block) >= 0) & (first < tokens) & (other >= 0)
-    skipped = blocks_for(held, lane.theirs.prompt) - len(theirs) if lane.window is not None else 0
-    unit = other // lane.unit - max(0, skipped) * (lane.theirs.logical // lane.unit)
-    there = (unit >= 0) & (unit < len(theirs) * (lane.theirs.logical // lane.unit))
-    lost = wanted & ~there & (last >= start)
+    each = lane.theirs.logical // lane.unit
+    skipped, copies = 0, 0
+    if lane.window is not None:
+        skipped, copies = max(0, blocks_for(held, lane.theirs.prompt) - len(theirs)), _copies(theirs)
+    unit = other // lane.unit - skipped * each
+    there = (unit >= copies * each) & (unit < len(theirs) * each)
+    lost = wanted & ~there
     if lost.any():
         need = int((unit[lost].max() * lane.unit) // lane.theirs.logical) + 1
         raise RequestError(field, f"at least {max(need, len(theirs) + 1)} blocks", len(theirs))
-    wanted &= there
-    return _units(mine, within[wanted], per_block), _units(theirs, unit[wanted], lane.theirs.logical // lane.unit)
+    return _units(mine, within[wanted], per_block), _units(theirs, unit[wanted], each)
+
+
+def _copies(blocks: Ints) -> int:
+    """How often the first block is named before it stands for itself (:func:`~kvconn.nixl.blocks.blocks_held`)."""
+    return max(0, int(np.cumprod(blocks == blocks[:1]).sum()) - 1)
 
 
 def _prompt(slots: Slots, index: Ints) -> Ints:

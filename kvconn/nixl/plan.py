@@ -334,15 +334,22 @@ class _Pair:
         return lane, [(at + mine, there + other) for mine, other in strip.offsets]
 
     def _kept(self) -> Incompatible | None:
-        """Theirs must be kept as far back as ours see; a peer that does not say is believed until a prompt shows it."""
+        """Theirs must be kept as far back as ours see; a peer that does not say is believed until a prompt shows it.
+
+        A window is kept from where one of their blocks begins. There one of ours must begin too: one that is filled in
+        part is found again by a prompt that sees the rest of it.
+        """
         said = self.theirs.kvconn.reach if self.theirs.kvconn is not None else None
-        if said is None:
-            return None
-        mine, other = reach(self.group), said[self.index]
-        if mine == other or (mine and (other is None or other > mine)):
-            return None
-        hint = "the models differ, or one keeps what the other gives back: set both to the same cache groups"
-        return Incompatible(f"tokens kept of {self.region.name}", _reach(mine), _reach(other), hint)
+        mine = reach(self.group)
+        other = said[self.index] if said is not None else mine
+        if mine != other and not (mine and (other is None or other > mine)):
+            hint = "the models differ, or one keeps what the other gives back: set both to the same cache groups"
+            return Incompatible(f"tokens kept of {self.region.name}", _reach(mine), _reach(other), hint)
+        size, theirs = self.slots.prompt, self.others.prompt
+        if mine and other is not None and theirs % size:
+            hint = "of a window, blocks (times dcp) of who reads must divide those of who is read"
+            return Incompatible(f"block size of {self.region.name}", f"{size} tokens", f"{theirs} tokens", hint)
+        return None
 
     def _place(self) -> tuple[int, int, Memory] | Incompatible:
         """The size of their pool in logical blocks, their cache group and their memory."""

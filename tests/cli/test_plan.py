@@ -117,6 +117,7 @@ def kinds(kind: str, **more: Any) -> dict[str, Any]:
     return {**GQA, "groups": [{"layers": [0, 2]}, {"layers": [1, 3], "kind": kind, **more}]}
 
 
+WINDOWS = kinds("window", window=128)["groups"]
 ROW = 16 * 8 * 64 * 2 * 2  # bytes of a block of GQA
 #: P, D, and the fields that are named
 IMPOSSIBLE: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
@@ -138,6 +139,15 @@ IMPOSSIBLE: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
     "other names": ({**GQA, "names": "model.{}"}, GQA, ["layer layers.0"]),
     "packing": (MLA, {**MLA, "packing": "kv"}, ["packing", "layer layers.0"]),
     "a longer window on D": (kinds("window", window=128), kinds("window", window=4096), ["tokens kept of layers.1"]),
+    "a window, blocks larger on D": (
+        kinds("window", window=128), {**kinds("window", window=128), "block_size": 32}, ["block size of layers.1"],
+    ),
+    "a window, blocks that do not divide": (
+        {**kinds("window", window=128), "block_size": 24}, kinds("window", window=128), ["block size of layers.1"],
+    ),
+    "a window, dcp on D": (
+        {**MLA, "groups": WINDOWS, "tp": 2}, {**MLA, "groups": WINDOWS, "tp": 2, "dcp": 2}, ["block size of layers.1"],
+    ),
     "a window on P alone": (kinds("window", window=128), GQA, ["tokens kept of layers.1"]),
     "state on P alone": (kinds("state", state_bytes=[ROW]), GQA, ["tokens kept of layers.1"]),
     "state on D alone": (GQA, kinds("state", state_bytes=[ROW]), ["tokens kept of layers.1"]),
@@ -172,8 +182,12 @@ def test_each_impossible_pair_is_1_and_names_what_is_in_the_way(name: str) -> No
 
 @pytest.mark.parametrize(
     ("p", "d"),
-    [(kinds("window", window=4096), kinds("window", window=128)), (GQA, kinds("window", window=128))],
-    ids=["a longer window", "everything"],
+    [
+        (kinds("window", window=4096), kinds("window", window=128)),
+        (GQA, {**kinds("window", window=128), "block_size": 32}),
+        ({**kinds("window", window=128), "block_size": 32}, kinds("window", window=128)),
+    ],
+    ids=["a longer window", "everything, in whatever blocks", "longer blocks"],
 )
 def test_who_keeps_more_than_is_seen_can_be_read(p: dict[str, Any], d: dict[str, Any]) -> None:
     assert told(pair(p, d, "--json"))["edges"]

@@ -57,7 +57,9 @@ PAIRS: dict[str, tuple[ModelSpec, ParallelConfig, ParallelConfig, dict[str, Any]
     "pcp 2 dcp 2 to 1": (LATENT, ParallelConfig(pcp=2, dcp=2), ParallelConfig(), {}, {}),
     "dcp 1 to 2": (LATENT, ParallelConfig(), ParallelConfig(tp=2, dcp=2), {}, {}),
     "window, tp 1 to 2": (WINDOW, ParallelConfig(), ParallelConfig(tp=2), CHUNKS, {}),
-    "window, pp 2 to 1, blocks 8 to 16": (WINDOW, ParallelConfig(pp=2), ParallelConfig(), CHUNKS, {"block_size": 16}),
+    "window, pp 2 to 1, blocks 16 to 8": (
+        WINDOW, ParallelConfig(pp=2), ParallelConfig(), CHUNKS | {"block_size": 16}, {},
+    ),
     "transformer, tp 2 to pp 2": (REAL, ParallelConfig(tp=2), ParallelConfig(pp=2), {}, {}),
     "state": (STATE, ParallelConfig(), ParallelConfig(), CHUNKS, {}),
     "state, tp 2 to 2": (STATE_HEADS, ParallelConfig(tp=2), ParallelConfig(tp=2), CHUNKS, {}),
@@ -98,6 +100,29 @@ def test_decode_continues_what_prefill_computed(start: Starter, pair: str) -> No
     assert stats.external_tokens >= loaded
     assert stats.connector.get("nixl_num_failed_transfers", 0) == 0
     assert p.stats().connector.get("nixl_num_kv_expired_reqs", 0) == 0
+
+
+@pytest.mark.parametrize(("p_size", "d_size", "failed"), [(16, 4, 0), (4, 16, 1)])
+def test_a_prompt_that_begins_as_one_that_was_loaded_finds_no_block_that_was_read_in_part(
+    start: Starter, p_size: int, d_size: int, failed: int
+) -> None:
+    """Of 76 tokens P holds the last 32 and the rest of their blocks. The shorter prompt sees 64 and the 31 before."""
+    model = msgspec.structs.replace(WINDOW, window=32)
+    p = start("P", transfer=NIXL_PRODUCER, model=model, block_size=p_size, **CHUNKS)
+    recompute = NIXL_CONSUMER | {"kv_load_failure_policy": "recompute"}
+    d = start("D", transfer=recompute, model=model, block_size=d_size)
+    prompts = {"a": unique_tokens("a", 76), "b": unique_tokens("a", 68)}
+    params = {"a": prefilled(p, "a", prompts["a"]), "b": None}
+    tokens = {}
+    for id, prompt in prompts.items():
+        d.submit(EngineRequest(id, prompt, N_NEW, params[id]))
+        tokens[id] = ends(d, id)[id].tokens
+    alone = Threaded(model)
+    assert tokens == {id: alone.generate({"a": len(prompt)}, N_NEW)["a"] for id, prompt in prompts.items()}
+    stats = d.stats()
+    assert stats.connector.get("nixl_num_failed_transfers", 0) == failed
+    assert stats.prefix_hit_tokens >= 64 * failed, "what was computed here is found again"
+    assert d.drain(SECONDS)
 
 
 @pytest.mark.parametrize(("p_tp", "d_tp"), [(1, 2), (2, 1)])

@@ -10,7 +10,10 @@ from kvconn.engine.config import EngineConfig, ModelSpec, cache_groups, check
 from kvconn.engine.content import ContentAddressed
 from kvconn.engine.request import EngineRequest, Request
 from kvconn.engine.tables import Tables, present
-from kvconn.errors import ConfigError
+from kvconn.errors import ConfigError, RequestError
+from kvconn.nixl.blocks import blocks_held, blocks_to_fill
+from kvconn.nixl.pairing import pair_units
+from kvconn.nixl.plan import Lane, Memory, Slots
 from tests.engine.driving import Bench, ScriptedConnector, unique_tokens
 from tests.engine.test_model import Run, asks
 from tests.engine.threads import ignore
@@ -97,6 +100,48 @@ class TestTables:
 
     def test_repr_names_the_pools(self) -> None:
         assert repr(tables()) == "BlockPool(used=0/16 cached=0) BlockPool(used=0/16 cached=0)"
+
+
+class TestLoads:
+    """What a load of one prompt filled is found again by others that begin as it does."""
+
+    @pytest.mark.parametrize(("p_size", "d_size"), [(4, 4), (16, 4), (16, 8), (12, 4), (4, 8), (4, 16), (6, 4)])
+    @pytest.mark.parametrize("window", [5, 8, 32])
+    def test_nothing_is_found_again_that_was_not_read(self, window: int, p_size: int, d_size: int) -> None:
+        groups = cache_groups(msgspec.structs.replace(WINDOW, window=window))
+        lane = Lane(
+            1, 0, "window", window, Slots(d_size), Slots(p_size), 64, 2, 1, d_size, 1, p_size, 1, Memory(), Memory()
+        )
+        fits = p_size % d_size == 0
+        refused = hits = 0
+        for n in range(1, 100):
+            prompt = unique_tokens("a", n)
+            p, d = Tables(64, p_size, groups), Tables(64, d_size, groups)
+            ours, theirs = (Request(EngineRequest("a", prompt, 1), size, 2) for size in (d_size, p_size))
+            self.computed(p, theirs, n)
+            assert d.admit(ours, [[], []], n)
+            table = list(ours.tables[1])
+            local = ((), blocks_to_fill(groups[1], table, 0, n, d_size))
+            try:
+                at, _ = pair_units(lane, local, (blocks_held(groups[1], theirs.tables[1], n, p_size),), 0, n, n)
+            except RequestError:
+                refused += 1
+                continue
+            filled = {table.index(start // d_size) * d_size + start % d_size + i for start in at * 2 for i in range(2)}
+            d.cache(ours, 0, n // d_size)
+            d.give_back(ours)
+            for shorter in range(1, n):
+                found = len(d.hits(Request(EngineRequest("b", (*prompt[:shorter], 7), 1), d_size, 2))[0]) * d_size
+                hits += found > 0
+                assert filled.issuperset(range(max(0, found - window + 1), found)), (n, shorter, found)
+        assert bool(refused) is not fits and (hits or not fits)
+
+    def computed(self, pools: Tables, one: Request, n: int) -> None:
+        """In steps of a few tokens, so that blocks are given back."""
+        while one.n_computed < n:
+            end = min(n, one.n_computed + 5)
+            assert pools.grow(one, end) is not None
+            one.n_computed = end
 
 
 class TestModels:

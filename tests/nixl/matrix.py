@@ -178,13 +178,13 @@ ROWS = (
         ("pools of 20 and 40 blocks",),
     ),
     Row(
-        "full and sliding-window attention (only the window travels)",
+        "full and sliding-window attention (only the window travels), D's blocks divide P's",
         "yes",
         (
             (other(GQA, groups=FULL_AND_WINDOW),) * 2,
-            (other(GQA, groups=FULL_AND_WINDOW, tp=2, block=2), other(GQA, groups=FULL_AND_WINDOW, pp=2)),
+            (other(GQA, groups=FULL_AND_WINDOW, tp=2, block=8), other(GQA, groups=FULL_AND_WINDOW, pp=2)),
         ),
-        ("window, tp 1 to 2", "window, pp 2 to 1, blocks 8 to 16"),
+        ("window, tp 1 to 2", "window, pp 2 to 1, blocks 16 to 8"),
         (
             ("windows alone", "test_windows::test_only_the_window_travels[window]"),
             ("windows beside full attention", "test_windows::test_only_the_window_travels[mixed]"),

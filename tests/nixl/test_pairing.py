@@ -14,9 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvconn.base import NO_BLOCK
+from kvconn.base import NO_BLOCK, GroupView
 from kvconn.errors import RequestError
 from kvconn.geometry import Region
+from kvconn.nixl.blocks import blocks_held
 from kvconn.nixl.pairing import pair_units, permuted, ranges, reads, to_runs
 from kvconn.nixl.plan import Lane, Memory, Permute, Plan, Slots
 
@@ -99,13 +100,30 @@ class TestPairing:
         kernel = lane(ours=Slots(2, 2), theirs=Slots(4), unit=2)
         assert units(kernel, [(3,)], [(9,)], 0, 4) == [(6, 18), (7, 19)]
 
-    def test_of_a_window_the_producer_sends_its_last_blocks_and_what_is_before_them_is_not_missed(self) -> None:
+    def test_of_a_window_the_producer_sends_its_last_blocks_and_where_we_have_none_nothing_is_missed(self) -> None:
         window = lane(kind="window", window=5)
         # 13 tokens in 4 blocks; the last of them, computed again, looks at tokens 8 to 12
         assert units(window, [(NO_BLOCK, NO_BLOCK, 7, 8)], [(1, 2, 3)], 0, 13) == [(7, 2), (8, 3)]
-        assert units(window, [(5, 6, 7, 8)], [(2, 3)], 0, 13) == [(7, 2), (8, 3)]
+        assert units(window, [(NO_BLOCK, NO_BLOCK, 7, 8)], [(2, 3)], 0, 13) == [(7, 2), (8, 3)]
         with pytest.raises(RequestError, match="at least 2 blocks, got 1"):
-            units(window, [(5, 6, 7, 8)], [(3,)], 0, 13)
+            units(window, [(NO_BLOCK, NO_BLOCK, 7, 8)], [(3,)], 0, 13)
+
+    def test_a_block_of_a_window_that_would_be_filled_in_part_is_refused(self) -> None:
+        """13 tokens, of which 8 to 12 are seen: theirs begin at 8, our block with 8 begins at 6, or 0."""
+        for ours, local in ((6, (NO_BLOCK, 7, 8)), (16, (7,))):
+            window = lane(kind="window", window=5, ours=Slots(ours), unit=2)
+            with pytest.raises(RequestError, match="at least 3 blocks, got 2"):
+                units(window, [local], [(2, 3)], 0, 13)
+            assert units(window, [local], [(0, 1, 2, 3)], 0, 13)
+
+    def test_a_block_of_a_window_that_is_named_again_has_no_other_blocks_tokens(self) -> None:
+        """They hold 16 tokens, whose window begins at 8; we want 12, whose window begins in the block before."""
+        window = lane(kind="window", window=8)
+        named = blocks_held(GroupView("window", (), 8, named=3), (4, 5, 6, 7), 16, 4)
+        assert named == (6, 6, 7)
+        assert units(window, [(NO_BLOCK, NO_BLOCK, 1, 2)], [named], 0, 16) == [(1, 6), (2, 7)]
+        with pytest.raises(RequestError, match="at least 4 blocks, got 3"):
+            pair_units(window, ((NO_BLOCK, 1, 2),), (named,), 0, 12, 16)
 
     def test_of_state_the_one_slot_is_read_whatever_the_tokens(self) -> None:
         state = lane(kind="state", ours=Slots(1), theirs=Slots(1), unit=1)

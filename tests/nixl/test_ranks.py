@@ -63,7 +63,7 @@ SHAPES = {
     "blocks 16 to 32, tp 2 to 1": Shape(ParallelConfig(tp=2), ONE, 4, 16, 32),
     "blocks 32 to 16, pp 2 to tp 2": Shape(ParallelConfig(pp=2), ParallelConfig(tp=2), 2, 32, 16),
     "a window": Shape(ONE, ONE, 4, groups=WINDOW),
-    "a window, tp 2 to 1, blocks 16 to 32": Shape(ParallelConfig(tp=2), ONE, 4, 16, 32, WINDOW),
+    "a window, tp 2 to 1, blocks 32 to 16": Shape(ParallelConfig(tp=2), ONE, 4, 32, 16, WINDOW),
     "a window, pp 2 to 1, blocks 32 to 16": Shape(ParallelConfig(pp=2), ONE, 4, 32, 16, WINDOW),
     "tokens first to heads first": Shape(ONE, ONE, 4, p_tokens_first=True),
     "heads first to tokens first": Shape(ONE, ONE, 4, d_tokens_first=True),

@@ -53,7 +53,7 @@ def divides(a: int, b: int) -> bool:
 
 
 def possible(p: Shape, d: Shape) -> bool:
-    """In words: one model, sizes that divide, what is seen is kept, a state is in one piece."""
+    """In words: one model, sizes that divide, what is seen is kept, in whole blocks, a state is in one piece."""
     one_model = all(getattr(p, name) == getattr(d, name) for name in ("dtype", "heads", "head_size", "names"))
     ours, theirs = d.side, p.side
     sizes = divides(ours.tp, theirs.tp) and divides(ours.dcp, theirs.dcp)
@@ -63,8 +63,9 @@ def possible(p: Shape, d: Shape) -> bool:
         theirs.tp, theirs.dcp, theirs.interleave if theirs.dcp > 1 else 1,
     )  # fmt: skip
     seen = mine == other or (mine not in (None, 0) and (other is None or (other or 0) > (mine or 0)))
+    whole = not mine or not other or p.block_size * theirs.dcp % (d.block_size * ours.dcp) == 0
     replicated = d.pcp > 1 and d.dcp == 1
-    return one_model and sizes and turns and state and seen and not replicated
+    return one_model and sizes and turns and state and seen and whole and not replicated
 
 
 def kept(shape: Shape) -> int | None:
