@@ -67,6 +67,11 @@ class Agent:
         """It is being introduced: whoever wants something of it now would wait."""
         return self._meeting is not None and not self._meeting.over
 
+    @property
+    def introduced(self) -> frozenset[str]:
+        """Names that :meth:`met` will tell: loaded, and no peer has them yet."""
+        return frozenset(self._meeting.names) if self._meeting is not None else frozenset()
+
     def meet(self, blobs: Sequence[bytes]) -> None:
         """Load these peers' agents; once it is not busy any more, :meth:`met` tells."""
         assert self.transport is not None and self._meeting is None

@@ -225,11 +225,12 @@ class Contacts:
         self._remove({agent for peer in self._peers.evict(now, self._settings.engine_ttl) for agent in peer.agents})
 
     def _remove(self, agents: Iterable[str]) -> None:
-        """Forget those of these agents that no peer has any more: an engine may have several addresses."""
+        """Forget those of these agents that no peer has any more, nor is about to: an engine may have several
+        addresses."""
         transport = self._agent.transport
         if transport is None:
             return
-        for agent in set(agents) - self._peers.agents():
+        for agent in set(agents) - self._peers.agents() - self._agent.introduced:
             try:
                 transport.remove_peer(agent)
             except TransportError as err:

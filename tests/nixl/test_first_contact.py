@@ -16,7 +16,7 @@ from kvconn.config import ParallelConfig
 from kvconn.errors import TransportError
 from kvconn.geometry import Place
 from kvconn.nixl.agent import _Meeting
-from kvconn.nixl.handshake import Greeting
+from kvconn.nixl.handshake import Greeting, Offer
 from kvconn.nixl.sideclient import MAX_PENDING, HandshakeClient, HandshakeResult
 from kvconn.nixl.sideserver import HandshakeServer
 from kvconn.params import PeerKey
@@ -177,6 +177,22 @@ def test_answers_of_several_peers_are_looked_at_a_peer_at_a_time(monkeypatch: py
         pair.net.sound()
     finally:
         pair.net.close()
+
+
+def test_an_agent_that_was_just_introduced_outlives_another_address_of_its_engine(pair: Pair) -> None:
+    contacts, agent = pair.d.workers[0].worker._contacts, pair.d.workers[0].worker._agent  # type: ignore[attr-defined]
+    (known,) = contacts._peers.ready()
+    elsewhere = PeerKey(known.key.engine, "another", 9, 1, 1, 1)
+    got: list[Any] = []
+    contacts._peers.want(elsewhere, lambda peer, why, now: got.append((peer, why)), 0.0)
+    blob = pair.p.workers[0].worker._agent.transport.metadata()  # type: ignore[attr-defined]
+    contacts._next = contacts._peers.get(elsewhere), [Offer(blob, known.sources[0].plan)]
+    contacts.meet()
+    wait_until(lambda: not agent.busy)
+    contacts.drop(known.agents, "it could not be notified")  # before the poll that hears of the introduction
+    contacts.met(1.0)
+    assert got == [(contacts._peers.get(elsewhere), "")]
+    pair.agent.notify(got[0][0].sources[0].agent, b"it is there")  # raises when it is not
 
 
 def test_a_peer_that_cannot_be_loaded_fails_its_requests_alone(pair: Pair) -> None:
