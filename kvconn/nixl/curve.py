@@ -5,12 +5,16 @@ Rules
    make both, nobody else can make either: a reader speaks only to a server that has the first, and a server's gate lets
    in only who has the second. Each session has fresh keys besides (CURVE), so that a secret lost later opens no traffic
    that was recorded before.
-2. A refusal that trying again cannot mend ends a handshake at once, in words; others are remembered for the deadline.
+2. Where a connection does not get through its handshake the next of several keys is tried, after the last the first
+   again: it may not have been the key, but a server that was about to go.
+3. A refusal that trying again cannot mend ends a handshake at once, in words; others are remembered for the deadline.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 import msgspec
 import zmq
@@ -20,7 +24,7 @@ from zmq.utils.monitor import parse_monitor_message
 from kvconn.nixl.gate import BUSY
 from kvconn.trust import FleetKey
 
-__all__ = ["CONNECTIONS", "FAILURES", "Curve", "Noted", "Refusal", "noted", "refusal"]
+__all__ = ["CONNECTIONS", "FAILURES", "Curve", "Noted", "Refusal", "Turns", "noted", "refusal"]
 
 #: what monitors are asked for: who did not get through; who is there
 FAILURES = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -50,6 +54,41 @@ class Curve:
         """Before ``connect``."""
         socket.curve_serverkey = self.server_public
         socket.curve_publickey, socket.curve_secretkey = self.client_public, self.client_secret
+
+
+class Turns:
+    """Which of several keys is tried at one endpoint, and when. Pure; time is an argument, in seconds.
+
+    Between two tries is a rest, and what a connection says then is said of the one that is no more. The rest is a short
+    one up to the last key, and grows from there.
+    """
+
+    SHORT: Final = 0.01
+    FIRST: Final = 0.1
+    LONGEST: Final = 1.0
+
+    def __init__(self, curves: Sequence[Curve]) -> None:
+        self._curves = curves
+        self._begun = 0
+        self._again = 0.0
+        self.resting = True
+
+    def begins(self, now: float) -> Curve | None:
+        """The key to connect with now; None: not yet, or it is being tried."""
+        if not self.resting or now < self._again:
+            return None
+        self.resting = False
+        self._begun += 1
+        return self._curves[(self._begun - 1) % len(self._curves)]
+
+    def failed(self, now: float) -> bool:
+        """True: that was the try of now, its connection is to be given up. One key alone is ZMQ's to try again."""
+        if self.resting or len(self._curves) < 2:
+            return False
+        rounds, left = divmod(self._begun, len(self._curves))
+        self._again = now + (self.SHORT if left else min(self.LONGEST, self.FIRST * 2 ** min(rounds - 1, 8)))
+        self.resting = True
+        return True
 
 
 def _public(secret: bytes) -> bytes:

@@ -7,7 +7,7 @@ Rules
    to the first that gets through its handshake; if that one hangs up unheard, to the next that does.
 3. Results cross to the step thread in a queue; sockets never leave their thread.
 4. With a fleet key it speaks CURVE and nothing else: there is no way down. Of several keys the next is tried where one
-   does not fit: a fleet that changes its key is of two minds for a while.
+   does not fit, in turns until the deadline: a fleet that changes its key is of two minds for a while.
 5. Deadlines are of time in which this thread could run: that our process stood still is no peer's fault.
 """
 
@@ -26,7 +26,7 @@ import zmq
 
 from kvconn.config import LIMITS
 from kvconn.nixl.connections import ROOM, seen
-from kvconn.nixl.curve import CONNECTIONS, FAILURES, Curve, noted, refusal
+from kvconn.nixl.curve import CONNECTIONS, FAILURES, Curve, Turns, noted, refusal
 from kvconn.nixl.names import LookUp, Names, endpoint, look_up, plain_name
 from kvconn.nixl.wire import MAX_FRAME, encode_request, parse_timestamp
 from kvconn.params import PeerKey
@@ -41,6 +41,8 @@ _RECONNECT_MS = 1000
 #: bytes of one, with CURVE's; and milliseconds between two looks at how many have come
 MAX_ANSWER = MAX_FRAME + ROOM
 _WEIGH_MS = 100
+#: milliseconds between two looks at whose turn it is, where somebody's is about to be
+_REST_MS = 10
 #: seconds by which a round may be late; when it is later than that, this process stood still
 _LATE = 0.5
 #: addresses of one name that are tried
@@ -83,8 +85,8 @@ class _Line:
         self.ask = ask
         #: descriptors of its connections
         self.open: set[int] = set()
-        #: by endpoint: keys that were not tried there
-        self._keys: dict[str, list[Curve]] = {}
+        #: by endpoint: whose turn it is there
+        self._turns: dict[str, Turns] = {}
         self.socket = context.socket(zmq.DEALER)
         try:
             self.socket.setsockopt(zmq.LINGER, 0)
@@ -101,26 +103,40 @@ class _Line:
         self.ask.tried = len(addresses)
         for address in addresses:
             where = endpoint(address, self.ask.key[2])
-            self._keys[where] = list(curves)
-            self._connect(where)
+            if curves:
+                turns = self._turns[where] = Turns(curves)
+                self._connect(where, turns.begins(0.0))
+            else:
+                self._connect(where, None)
 
-    def _connect(self, where: str) -> None:
-        if self._keys[where]:
-            self._keys[where].pop(0).ask(self.socket)
+    def _connect(self, where: str, curve: Curve | None) -> None:
+        if curve is not None:
+            curve.ask(self.socket)
         self.socket.setsockopt(zmq.IPV6, int("[" in where))
         self.socket.connect(where)
 
-    def tries_another_key(self, where: bytes) -> bool:
-        """There, since the last did not fit; False when there is none left."""
-        place = where.decode()
-        if not self._keys.get(place):
-            return False
-        try:
-            self.socket.disconnect(place)
-            self._connect(place)
-        except zmq.ZMQError:
-            return False
-        return True
+    def failed(self, where: bytes, now: float) -> None:
+        """A connection there did not get through its handshake: if it is the one of now, another key's turn comes."""
+        turns = self._turns.get(where.decode())
+        if turns is not None and turns.failed(now):
+            with contextlib.suppress(zmq.ZMQError):
+                self.socket.disconnect(where.decode())
+
+    def take_turns(self, now: float) -> None:
+        """Connect with the keys whose turn it is."""
+        for where, turns in self._turns.items():
+            curve = turns.begins(now)
+            if curve is None:
+                continue
+            try:
+                self._connect(where, curve)
+            except zmq.ZMQError:
+                turns.failed(now)
+
+    @property
+    def resting(self) -> bool:
+        """Somewhere a turn is about to begin."""
+        return any(turns.resting for turns in self._turns.values())
 
     def send(self) -> bool:
         """To whoever is there by now; False: nobody."""
@@ -229,6 +245,8 @@ class HandshakeClient:
                         self._send(poller, line)
                 self._weigh(poller)
                 self._expire(poller, wait / 1000)
+                for line in set(self._lines.values()):
+                    line.take_turns(self._clock())
                 while self._named:
                     self._take_names(*self._named.popleft())
                 while self._asks and self._pending < MAX_PENDING:
@@ -242,6 +260,8 @@ class HandshakeClient:
         if first is None:
             return 1000
         longest = _WEIGH_MS if self._lines else 1000
+        if any(line.resting for line in self._lines.values()):
+            longest = _REST_MS
         return max(1, min(longest, int((first - self._clock()) * 1000) + 1))
 
     def _under_way(self) -> Iterator[_Ask]:
@@ -339,11 +359,13 @@ class HandshakeClient:
             line.open.discard(told.went)
             poller.modify(line.socket, zmq.POLLIN | zmq.POLLOUT)
         found = refusal(message, bool(self._curves))
-        if found is None or (not found.final and line.tries_another_key(found.where)):
+        if found is None:
             return
         ask.hint = found.why
         if found.final:
             ask.final.add(found.where)
+        else:
+            line.failed(found.where, self._clock())
         if len(ask.final) >= ask.tried:
             self._finish(poller, line)
             self._fail(ask, found.why)

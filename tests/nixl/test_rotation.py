@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import socket
+import threading
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from kvconn.errors import ConfigError, RequestError
+from kvconn.nixl.curve import Curve, Turns
 from kvconn.nixl.fence import check_signature, sign
 from kvconn.nixl.sideserver import HandshakeServer
 from kvconn.params import KvconnRef, RemoteRef
@@ -49,6 +52,46 @@ def test_the_first_and_the_last_stage_refuse_each_other() -> None:
         made.close()
     with pytest.raises(RequestError, match="signature"):
         check_signature(STAGES[3], signed(STAGES[0]))
+
+
+def test_a_server_that_restarts_amid_handshakes_costs_no_key() -> None:
+    """It hangs up on both keys, comes back, and has the first: whatever was tried before, its turn comes again."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    back: list[HandshakeServer] = []
+
+    def restart() -> None:
+        listener.settimeout(20)
+        for _ in range(2):
+            with listener.accept()[0] as raw:
+                raw.recv(10)
+        listener.close()
+        back.append(HandshakeServer("127.0.0.1", port, {(0, 0): b"payload"}, Trust(STAGES[0])))
+
+    server = threading.Thread(target=restart)
+    server.start()
+    try:
+        assert ask(port, ["127.0.0.1"], Trust(STAGES[1])).payload == b"payload"
+    finally:
+        server.join(20)
+        for made in back:
+            made.close()
+
+
+def test_keys_take_turns_and_what_a_replaced_connection_says_is_not_heard() -> None:
+    old, new = Curve.of(FleetKey(OLD)), Curve.of(FleetKey(NEW))
+    turns = Turns([old, new])
+    assert turns.begins(0.0) is old and turns.begins(9.0) is None
+    assert turns.failed(10.0) and not turns.failed(10.0), "once for each connection"
+    assert turns.begins(10.0) is None and turns.begins(10.02) is new
+    now, rests = 20.0, []
+    for _ in range(6):
+        assert turns.failed(now)
+        rests.append(next(n for n in range(1, 200) if turns.begins(now + n / 100 + 1e-6) is not None) / 100)
+        now += 10
+    assert rests == [0.1, 0.01, 0.2, 0.01, 0.4, 0.01]
+    alone = Turns([old])
+    assert alone.begins(0.0) is old and not alone.failed(0.0), "ZMQ tries it again"
 
 
 def test_among_several_addresses_each_is_tried_with_each_key() -> None:
