@@ -56,6 +56,9 @@ class Contacts:
         self._next: tuple[Peer, list[Offer]] | None = None
         #: whose agents are being loaded
         self._met: tuple[Peer, list[Offer]] | None = None
+        #: since when, and whether that is too long
+        self._met_since = 0.0
+        self._overdue = False
         self._next_eviction = 0.0
 
     def open(self, ours: Ours) -> None:
@@ -97,7 +100,7 @@ class Contacts:
                 if peer is not None and result.payload is not None and not self._next_is_of(peer):
                     break
             else:
-                self.meet()
+                self.meet(now)
                 self.met(now)
 
     def _next_is_of(self, peer: Peer) -> bool:
@@ -139,11 +142,31 @@ class Contacts:
         """Would :meth:`meet` begin something?"""
         return self._next is not None
 
-    def meet(self) -> None:
+    def meet(self, now: float) -> None:
         """Begin to load the agents of the next peer. Last in a poll: from here on our agent may be busy."""
         if self._next is not None and self._agent.transport is not None:
             self._met, self._next = self._next, None
+            self._met_since, self._overdue = now, False
             self._agent.meet([offer.blob for offer in self._met[1]])
+
+    def watch(self, now: float) -> None:
+        """While our agent is busy: an introduction cannot be ended, so past its deadline that is said, once (C7)."""
+        if self._met is None or self._overdue or now - self._met_since < self._settings.kvconn.handshake:
+            return
+        self._overdue = True
+        self._meter.add("introductions_overdue")
+        log.error(
+            "rank %d: NIXL has not loaded the agents of %s within %g s. No transfer of this rank is posted or judged "
+            "before it has; if it never does, restart this engine",
+            self._rank, self._met[0].name, self._settings.kvconn.handshake,
+        )  # fmt: skip
+
+    def explain(self, now: float) -> list[str]:
+        """One line for an introduction that is overdue."""
+        met = self._met
+        if met is None or not self._overdue:
+            return []
+        return [f"introduction of {met[0].name}: for {now - self._met_since:.1f} s, all of this rank waits for it"]
 
     def met(self, now: float) -> None:
         """The agents of a peer are loaded, all or none: work that waited for it runs here. Not while ours is busy."""

@@ -204,6 +204,7 @@ class NixlWorker:
         """What finished on this rank since the last poll. Consumes (C5). While our agent is busy that is nothing, and
         nothing is judged: no state can be read (C11)."""
         if self._agent.busy:
+            self._contacts.watch(now)
             return NO_RESULTS
         news = self._agent.transport.notifications() if self._agent.transport is not None else []
         if not news and now < self._next_due:
@@ -224,7 +225,7 @@ class NixlWorker:
         if why is not None:
             self._recreate(why, now)
         received, failed = self._reader.settle()
-        self._contacts.meet()
+        self._contacts.meet(now)
         self._next_due = self._when_due()
         return TransferResults(frozenset(sent), frozenset(received), frozenset(failed))
 
@@ -307,15 +308,17 @@ class NixlWorker:
         return facts
 
     def explain(self, now: float) -> list[str]:
-        """One line per held send and per open load."""
-        return self._leases.explain(now) + self._reader.explain(now)
+        """One line per held send and per open load, and for an introduction that is overdue."""
+        return self._leases.explain(now) + self._reader.explain(now) + self._contacts.explain(now)
 
     def shutdown(self) -> None:
         """Takes every word down, then destroys the agent: nothing of ours may land after this returns (F1)."""
         if self._fence is not None:
             self._fence.zero_all()
-        self._agent.destroy()
-        self._contacts.close()
+        try:
+            self._agent.destroy()
+        finally:
+            self._contacts.close()
 
     def __repr__(self) -> str:
         return f"NixlWorker({self.role!r} {self._leases!r} {self._reader!r} {self._contacts!r})"

@@ -2,7 +2,7 @@
 
 Rules (F1 to F8 are docs/design.md, section 2; measured on nixl 1.5.1)
 1. One lock around every call into the agent, because NIXL is told that it is used from one thread. Callers come before
-   the pump (``_Gate``): the pump never waits for the lock and never asks for it while a caller wants it.
+   the pump (``Gate``): the pump never waits for the lock and never asks for it while a caller wants it.
 2. The pump (``pump``) progresses and queues notifications. It changes no state: handles are judged in
    :meth:`NixlTransport.poll`.
 3. ``DONE`` is given out only after a second look. NIXL keeps one request per post and drops the others' results, so
@@ -22,7 +22,6 @@ from __future__ import annotations
 import importlib
 import logging
 import os
-import threading
 import uuid
 import weakref
 from collections import deque
@@ -31,10 +30,12 @@ from typing import Any, Final
 
 import numpy as np
 
+from kvconn.config import LIMITS
 from kvconn.errors import TransportError
 from kvconn.transport import blame
 from kvconn.transport.base import Descs, HandleState, MemoryRegion, MemType, Progress, Transport
 from kvconn.transport.blob import damage
+from kvconn.transport.gate import Gate
 from kvconn.transport.near import Near, may_be_near, whereabouts, worth_it
 from kvconn.transport.pacing import Round
 from kvconn.transport.parts import Spans, joined
@@ -52,32 +53,6 @@ MAX_NOTIFICATIONS: Final = 65536
 MAX_NOTIFICATION_BYTES: Final = 64 << 20
 
 _FINAL: Final = {"DONE": HandleState.DONE, "ERR": HandleState.ERR}
-
-
-class _Gate:
-    """The lock around the agent. Callers queue for their turn; the pump comes in only while nobody has or wants it.
-
-    A plain lock would let a spinning pump take it again before the caller it woke has run.
-    """
-
-    def __init__(self) -> None:
-        self._turn = threading.Lock()
-        self._agent = threading.Lock()
-
-    def __enter__(self) -> None:
-        self._turn.acquire()
-        self._agent.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self._agent.release()
-        self._turn.release()
-
-    def try_enter(self) -> bool:
-        """The pump's way in; leave by :meth:`leave`."""
-        return not self._turn.locked() and self._agent.acquire(blocking=False)
-
-    def leave(self) -> None:
-        self._agent.release()
 
 
 class _Peer:
@@ -141,7 +116,7 @@ class NixlTransport(Transport):
         #: notifications thrown away because nobody fetched the ones before them.
         self.dropped_notifications = 0
         self._max_notifications = max_notifications
-        self._gate = _Gate()
+        self._gate = Gate()
         self._reads: dict[int, _Read] = {}
         self._next_handle = 1
         self._posted = 0
@@ -393,11 +368,13 @@ class NixlTransport(Transport):
     def close(self) -> None:
         """Stop the pump and destroy the agent. Idempotent. After it nothing lands in our memory (F1).
 
+        Raises TransportError when that is not so: somebody else holds the agent, or a call into it hangs.
+
         A peer that has our reads still to serve over tcp may be killed by UCX when it serves them (F6).
         """
         if self._pump is not None:
             self._pump.close()
-        with self._gate:
+        with self._gate.within(LIMITS.end_thread):
             if self._agent is None:
                 return
             for read in self._reads.values():

@@ -36,6 +36,7 @@ OURS: dict[str, str] = {
     "seals_refused": "Requests whose kv_transfer_params were not what the producer returned.",
     "notifications_malformed": "Notifications from peers that could not be read.",
     "agent_recreations": "NIXL agents made anew because a transfer never ended.",
+    "introductions_overdue": "Peers whose NIXL agents were not loaded within the handshake's deadline.",
     "other": "Counters that have no metric of their own.",
 }
 #: a counter of ours -> the list of vLLM's that gets one 1 per event

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import zmq
 
-from kvconn.config import ParallelConfig
+from kvconn.config import LIMITS, ParallelConfig
 from kvconn.errors import TransportError
 from kvconn.geometry import Place
 from kvconn.nixl.agent import _Meeting
@@ -25,6 +25,7 @@ from kvconn.transport.loopback import LoopbackTransport
 from kvconn.trust import Trust
 from tests.nixl.pairs import Net
 from tests.support import Side, free_port, wait_until
+from tests.told import listening
 
 BLOCKS = [3, 4]
 
@@ -187,7 +188,7 @@ def test_an_agent_that_was_just_introduced_outlives_another_address_of_its_engin
     contacts._peers.want(elsewhere, lambda peer, why, now: got.append((peer, why)), 0.0)
     blob = pair.p.workers[0].worker._agent.transport.metadata()  # type: ignore[attr-defined]
     contacts._next = contacts._peers.get(elsewhere), [Offer(blob, known.sources[0].plan)]
-    contacts.meet()
+    contacts.meet(0.0)
     wait_until(lambda: not agent.busy)
     contacts.drop(known.agents, "it could not be notified")  # before the poll that hears of the introduction
     contacts.met(1.0)
@@ -226,6 +227,27 @@ def test_a_worker_that_ends_waits_for_the_introduction(pair: Pair, monkeypatch: 
     ending.join(20)
     assert waited == [(True, False)]
     assert not ending.is_alive() and pair.agent._closed
+
+
+def test_an_introduction_past_its_deadline_is_said_once_counted_and_explained(pair: Pair) -> None:
+    pair.begin_to_load("new", pair.q)
+    worker: Any = pair.d.workers[0].worker  # type: ignore[attr-defined]
+    with listening() as told:
+        pair.d.step()
+        assert told.take() == [] and not _introductions(worker, pair)
+        pair.net.clock.advance(LIMITS.handshake)
+        for _ in range(3):
+            pair.d.step()
+        told.exactly(("NIXL has not loaded the agents of Q@", "within 10 s"))
+    assert pair.d.stats.values["introductions_overdue"] == 1
+    assert len(_introductions(worker, pair)) == 1
+    pair.agent.may_load.set()
+    pair.until(lambda: "new" in pair.d.received)
+    assert pair.d.failed == [] and not _introductions(worker, pair)
+
+
+def _introductions(worker: Any, pair: Pair) -> list[str]:
+    return [line for line in worker.explain(pair.net.clock()) if line.startswith("introduction of Q@")]
 
 
 def test_three_thousand_peers_asked_at_once_all_answer() -> None:

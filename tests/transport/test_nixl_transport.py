@@ -13,8 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
+from kvconn.config import Limits
 from kvconn.errors import TransportError
 from kvconn.transport import ucx
+from kvconn.transport.gate import Gate
 from kvconn.transport.nixl import NixlTransport
 from kvconn.transport.parts import joined
 from tests.transport.peer import ANY, ROOT, TCP, Child, ChildError, until
@@ -440,6 +442,34 @@ def test_an_agent_without_its_pump_is_destroyed_and_an_error_of_ours(
     monkeypatch.setattr("kvconn.transport.nixl.Pump", refuse)
     with pytest.raises(TransportError, match="look at its limits"):
         NixlTransport()
+    assert made.agent is None
+
+
+@pytest.mark.parametrize("who", ["a caller", "the pump"])
+def test_a_call_that_hangs_does_not_hold_up_the_end_for_ever(who: str) -> None:
+    gate = Gate()
+    held = ExitStack()
+    if who == "a caller":
+        held.enter_context(gate)
+    else:
+        assert gate.try_enter()
+        held.callback(gate.leave)
+    with held, pytest.raises(TransportError, match="a call into NIXL has not returned"), gate.within(0.01):
+        raise AssertionError("it came in")
+    with gate.within(0.01):
+        assert not gate.try_enter()
+    assert gate.try_enter()
+
+
+def test_an_agent_in_which_a_call_hangs_is_not_closed_and_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = SimpleNamespace(agent=Gate())
+    monkeypatch.setattr("kvconn.transport.nixl._make_agent", lambda *_: made)
+    monkeypatch.setattr("kvconn.transport.nixl.LIMITS", Limits(end_thread=0.01))
+    transport = NixlTransport("poll")
+    with transport._gate, pytest.raises(TransportError, match="end this process before reusing the memory"):
+        transport.close()
+    assert made.agent is not None
+    transport.close()
     assert made.agent is None
 
 
