@@ -243,7 +243,7 @@ class NixlWorker:
 
     def _when_due(self) -> float:
         """When this half has something to do by itself."""
-        if not self._reader.idle:
+        if self._ended or not self._reader.idle:
             return -math.inf
         return min(self._leases.next_due, self._contacts.next_due, self._agent.next_due)
 
@@ -284,7 +284,10 @@ class NixlWorker:
         reads from it fails too, and finds the new agent at its next handshake."""
         log.error("rank %d: %s: making a new NIXL agent; %r", self.role.rank, why, self._reader)
         self.meter.add("agent_recreations")
+        transport = self._agent.transport
         self._agent.destroy()
+        if transport is not None:  # what came since this poll began is true all the same
+            self._take_notifications(transport.notifications(), now)
         self._reader.agent_destroyed(now)
         self._contacts.agent_destroyed("the NIXL agent was made anew", now)
         self._reopen(now)

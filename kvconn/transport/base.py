@@ -118,7 +118,8 @@ class Transport(ABC):
 
     @abstractmethod
     def notifications(self) -> list[tuple[str, bytes]]:
-        """Notifications received since the last call, as ``(agent name of the sender, bytes)``."""
+        """Notifications received since the last call, as ``(agent name of the sender, bytes)``; after :meth:`close`
+        those received before it."""
 
     @abstractmethod
     def close(self) -> None:

@@ -246,6 +246,30 @@ def test_an_introduction_past_its_deadline_is_said_once_counted_and_explained(pa
     assert pair.d.failed == [] and not _introductions(worker, pair)
 
 
+def test_a_done_that_comes_while_the_agent_is_made_anew_is_not_lost(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker: Any = pair.p.workers[0].worker  # type: ignore[attr-defined]
+    pair.until(lambda: worker._leases.explain(0.0) == [])
+    pair.load("read", pair.p)
+    pair.until(lambda: worker._leases.explain(0.0) != [])
+    pair.net.sides.remove(pair.p)
+    pair.until(lambda: "read" in pair.d.received)
+    pair.net.sides.append(pair.p)
+    now = pair.net.clock()
+    why = iter(["a test wants it"])
+
+    def over(now: float) -> str | None:
+        pair.net.net.run()  # it comes after this poll has asked for notifications
+        return next(why, None)
+
+    monkeypatch.setattr(worker._reader, "over_quarantine", over)
+    worker._next_due = now  # as after a step
+    assert worker.poll(now).finished_sending == frozenset()
+    assert worker.meter.take().values["agent_recreations"] == 1
+    assert worker.poll(now).finished_sending == {"read"}
+
+
 def _introductions(worker: Any, pair: Pair) -> list[str]:
     return [line for line in worker.explain(pair.net.clock()) if line.startswith("introduction of Q@")]
 
