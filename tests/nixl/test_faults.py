@@ -296,8 +296,11 @@ def test_a_producer_that_restarts_under_its_old_name_and_port_is_served_again(d:
             d.load(f"r{n}", p.order("prefill", f"a{n}", BLOCKS, 2), BLOCKS)
             step_until(d, lambda n=n: f"r{n}" in d.received)
         assert "r2" not in d.failed and d.holds(BLOCKS, 2)
-    lost = ("cannot notify P@", "the connection to the peer failed")
-    told.exactly(*[(f"load of {id} failed: ", "P@") for id in d.failed], *[lost] * bool(d.failed))
+    said = told.take()
+    # a heartbeat may find the old connection broken before any read does; then the peer is met anew and no load fails
+    lost = [line for line in said if "cannot notify P@" in line and "the connection to the peer failed" in line]
+    assert bool(d.failed) <= len(lost) <= 1
+    exactly(said, *[(f"load of {id} failed: ", "P@") for id in d.failed], *lost)
 
 
 def test_one_engine_under_two_addresses_stays_readable_when_one_of_them_is_forgotten(d: Side, told: Told) -> None:
