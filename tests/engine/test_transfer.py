@@ -63,7 +63,7 @@ PAIRS: dict[str, tuple[ModelSpec, ParallelConfig, ParallelConfig, dict[str, Any]
     "transformer, tp 2 to pp 2": (REAL, ParallelConfig(tp=2), ParallelConfig(pp=2), {}, {}),
     "state": (STATE, ParallelConfig(), ParallelConfig(), CHUNKS, {}),
     "state, tp 2 to 2": (STATE_HEADS, ParallelConfig(tp=2), ParallelConfig(tp=2), CHUNKS, {}),
-    "state, pp 2 to 1, blocks 8 to 16": (STATE, ParallelConfig(pp=2), ParallelConfig(), {}, {"block_size": 16}),
+    "state, pp 2 to 1, blocks 16 to 8": (STATE, ParallelConfig(pp=2), ParallelConfig(), {"block_size": 16}, {}),
     "transformer with state, pcp 2 to 1": (REAL_STATE, ParallelConfig(pcp=2), ParallelConfig(), CHUNKS, {}),
     "blocks 16 to 32": (HEADS, ParallelConfig(), ParallelConfig(), {"block_size": 16}, {"block_size": 32}),
     "blocks 32 to 16": (HEADS, ParallelConfig(), ParallelConfig(), {"block_size": 32}, {"block_size": 16}),

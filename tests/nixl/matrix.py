@@ -199,6 +199,6 @@ ROWS = (
             (other(STATE, kernel=2, pp=2), other(STATE, kernel=2)),
             (other(STATE, block=8), STATE),
         ),
-        ("state", "state, tp 2 to 2", "state, pp 2 to 1, blocks 8 to 16"),
+        ("state", "state, tp 2 to 2", "state, pp 2 to 1, blocks 16 to 8"),
     ),
 )
