@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import signal
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
@@ -19,7 +17,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from bench.measure import Series, Table
+from bench.measure import Series, Table, percentiles
+from bench.turns import Processes
 from kvconn.config import ParallelConfig
 from kvconn.engine.client import EngineProcess, EngineRequest
 from kvconn.engine.config import EngineConfig, ModelSpec
@@ -28,7 +27,7 @@ from kvconn.transport import nixl
 from kvconn.transport.base import HandleState, MemoryRegion
 from kvconn.transport.nixl import NixlTransport
 
-__all__ = ["percentiles", "run"]
+__all__ = ["run"]
 
 #: agents: progress, and whether its pump may wait on UCX's sockets
 AGENTS: Final = {
@@ -108,12 +107,6 @@ def _ticks(engine: EngineProcess) -> float:
     return total / os.sysconf("SC_CLK_TCK")
 
 
-def percentiles(times: list[float]) -> tuple[float, float]:
-    """The median, and what 95 of 100 stay below."""
-    ordered = sorted(times)
-    return statistics.median(ordered), ordered[min(len(ordered) - 1, int(len(ordered) * 0.95))]
-
-
 class Pair:
     """P and D; stopped between turns."""
 
@@ -121,35 +114,27 @@ class Pair:
         context = multiprocessing.get_context("spawn")
         self._p, p_end = context.Pipe()
         self._d, d_end = context.Pipe()
-        self._processes = [
+        self._processes = Processes([
             context.Process(target=_producer, args=(p_end, tls, progress, listens), daemon=True),
             context.Process(target=_consumer, args=(d_end, tls, progress, listens), daemon=True),
-        ]
-        for process in self._processes:
-            process.start()
+        ])  # fmt: skip
         self._d.send(answer(self._p))
         #: seconds of the first read, connecting included
         self.first: float = answer(self._d)
-        self._signal(signal.SIGSTOP)
+        self._processes.stop()
 
     def turn(self) -> tuple[float, list[float], float]:
         """Percent of a core idle; seconds of small reads and of a large one."""
-        self._signal(signal.SIGCONT)
+        self._processes.go()
         self._p.send(None)
         share = answer(self._p)
         self._d.send(None)
         small, large = answer(self._d)
-        self._signal(signal.SIGSTOP)
+        self._processes.stop()
         return share, small, large
 
-    def _signal(self, which: signal.Signals) -> None:
-        for process in self._processes:
-            os.kill(process.pid or 0, which)
-
     def close(self) -> None:
-        for process in self._processes:
-            process.kill()
-            process.join(DEADLINE)
+        self._processes.close()
 
 
 def answer(pipe: Connection) -> Any:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import os
-import signal
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -20,12 +19,12 @@ from typing import Any, Literal
 import numpy as np
 
 from bench.halves import Halves
-from bench.measure import Table
+from bench.measure import Table, percentiles
 from bench.producer import caches, regions
-from kvconn.transport.base import HandleState
+from bench.turns import Processes, timed_read
 from kvconn.transport.nixl import NixlTransport
 
-__all__ = ["percentiles", "run"]
+__all__ = ["run"]
 
 Subject = Literal["ours", "stock", "raw"]
 SUBJECTS: tuple[Subject, ...] = ("ours", "stock", "raw")
@@ -65,12 +64,6 @@ def run(rounds: int = 9) -> Iterator[Table]:
     yield table
 
 
-def percentiles(times: list[float]) -> tuple[float, float]:
-    """The median, and what 95 of 100 stay below."""
-    ordered = sorted(times)
-    return statistics.median(ordered), ordered[min(len(ordered) - 1, int(len(ordered) * 0.95))]
-
-
 def _tls() -> str:
     return os.environ.get("UCX_TLS", "default")
 
@@ -83,21 +76,19 @@ class _Pair:
         self._pipe, driver = context.Pipe()
         p_end, d_end = context.Pipe()
         serve, read = (_raw_producer, _raw_consumer) if subject == "raw" else (_producer, _consumer)
-        self._processes = [
+        self._processes = Processes([
             context.Process(target=serve, args=(subject, p_end), daemon=True),
             context.Process(target=read, args=(subject, d_end, driver), daemon=True),
-        ]
-        for process in self._processes:
-            process.start()
+        ])  # fmt: skip
         self._answer()
-        self._signal(signal.SIGSTOP)
+        self._processes.stop()
 
     def turn(self, requests: int, blocks: int) -> list[float]:
         """Seconds of each of so many requests."""
-        self._signal(signal.SIGCONT)
+        self._processes.go()
         self._pipe.send((requests, blocks))
         times: list[float] = self._answer()
-        self._signal(signal.SIGSTOP)
+        self._processes.stop()
         return times
 
     def _answer(self) -> Any:
@@ -105,14 +96,8 @@ class _Pair:
             raise RuntimeError("D did not answer in time")
         return self._pipe.recv()
 
-    def _signal(self, which: signal.Signals) -> None:
-        for process in self._processes:
-            os.kill(process.pid or 0, which)
-
     def close(self) -> None:
-        for process in self._processes:
-            process.kill()
-            process.join(DEADLINE)
+        self._processes.close()
 
 
 # -- in the children
@@ -187,12 +172,6 @@ def _raw_consumer(_: Subject, pipe: Connection, driver: Connection) -> None:
         size = BLOCK * len(blocks)
         local = np.array([[one.data_ptr() + BLOCK, size] for one in tensors.values()], np.int64)
         remote = np.array([[base + BLOCK, size] for base in bases], np.int64)
-        start = time.perf_counter()
-        handle = agent.post_read(peer, local, remote)
-        while agent.poll(handle) is HandleState.PENDING:
-            pass
-        spent = time.perf_counter() - start
-        agent.release(handle)
-        return spent
+        return timed_read(agent, peer, local, remote)
 
     _turns(driver, read)

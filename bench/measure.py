@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["Series", "Table", "alternate", "cpu", "fits", "number", "wall"]
+__all__ = ["Series", "Table", "alternate", "cpu", "fits", "number", "percentiles", "wall"]
 
 Clock = Callable[[], float]
 
@@ -37,6 +37,12 @@ class Series:
             return number(self.median)
         low, _, high = statistics.quantiles(self.values, n=4, method="inclusive")
         return f"{number(self.median)} ({number(low)}..{number(high)})"
+
+
+def percentiles(times: list[float]) -> tuple[float, float]:
+    """The median, and what 95 of 100 stay below."""
+    ordered = sorted(times)
+    return statistics.median(ordered), ordered[min(len(ordered) - 1, int(len(ordered) * 0.95))]
 
 
 def number(value: float) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from unittest.mock import patch
@@ -12,8 +11,9 @@ import numpy as np
 import torch
 
 from bench.measure import Table, alternate, number
+from bench.turns import timed_read
 from kvconn.transport import nixl
-from kvconn.transport.base import Descs, HandleState, MemoryRegion
+from kvconn.transport.base import Descs, MemoryRegion
 from kvconn.transport.nixl import NixlTransport
 
 __all__ = ["run"]
@@ -78,13 +78,4 @@ def _places(here: int, there: int, size: int, count: int) -> tuple[Descs, Descs]
 
 
 def _reads(agent: NixlTransport, peer: str, local: Descs, remote: Descs) -> Callable[[], float]:
-    def measure() -> float:
-        start = time.perf_counter()
-        handle = agent.post_read(peer, local, remote)
-        while agent.poll(handle) is HandleState.PENDING:
-            pass
-        spent = time.perf_counter() - start
-        agent.release(handle)
-        return spent
-
-    return measure
+    return lambda: timed_read(agent, peer, local, remote)

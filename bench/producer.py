@@ -7,8 +7,6 @@ P steps once a millisecond, D as fast as it can; both wait for orders otherwise.
 from __future__ import annotations
 
 import multiprocessing
-import os
-import signal
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -18,8 +16,9 @@ import numpy as np
 import torch
 
 from bench.halves import BLOCK_SIZE, Halves, Kind, layer_names
+from bench.turns import Processes, timed_read
 from kvconn.nixl import reader
-from kvconn.transport.base import HandleState, MemoryRegion
+from kvconn.transport.base import MemoryRegion
 from kvconn.transport.nixl import NixlTransport
 
 __all__ = ["Engines", "Spent", "Subject", "caches", "regions"]
@@ -37,12 +36,13 @@ class Engines:
         self.kind: Subject = kind
         self._started = 0
         context = multiprocessing.get_context("spawn")
-        self._ends: list[tuple[Any, Connection]] = []
+        made = []
+        self._pipes: list[Connection] = []
         for serve in (_produce, _consume):
             ours, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(theirs, kind, layers, blocks, block_bytes), daemon=True)
-            process.start()
-            self._ends.append((process, ours))
+            made.append(context.Process(target=serve, args=(theirs, kind, layers, blocks, block_bytes), daemon=True))
+            self._pipes.append(ours)
+        self._processes = Processes(made)
         blob_and_bases = self._answer(0)
         self._order(1, blob_and_bases)
         self.stop()
@@ -51,30 +51,24 @@ class Engines:
         """One request: held by P in blocks ``remote``, read by D into ``local``."""
         self._started += 1
         id = f"{self.kind}{self._started}"
-        self._signal(signal.SIGCONT)
+        self._processes.go()
         params = self._order(0, (id, remote))
         spent: Spent = self._order(1, (id, local, params))
         self.stop()
         return spent
 
     def stop(self) -> None:
-        self._signal(signal.SIGSTOP)
+        self._processes.stop()
 
     def close(self) -> None:
-        for process, _ in self._ends:
-            process.kill()
-            process.join(DEADLINE)
-
-    def _signal(self, which: int) -> None:
-        for process, _ in self._ends:
-            os.kill(process.pid, which)
+        self._processes.close()
 
     def _order(self, end: int, order: object) -> Any:
-        self._ends[end][1].send(order)
+        self._pipes[end].send(order)
         return self._answer(end)
 
     def _answer(self, end: int) -> Any:
-        pipe = self._ends[end][1]
+        pipe = self._pipes[end]
         if not pipe.poll(DEADLINE):
             raise RuntimeError(f"{self.kind}: no answer within {DEADLINE:g} s")
         return pipe.recv()
@@ -148,13 +142,7 @@ def _raw(tensors: dict[str, torch.Tensor], block_bytes: int, blob: bytes, bases:
         size = block_bytes * len(local)
         ours = np.array([[one.data_ptr(), size] for one in tensors.values()], np.int64)
         theirs = np.array([[base, size] for base in bases], np.int64)
-        start = time.perf_counter()
-        handle = agent.post_read(peer, ours, theirs)
-        while agent.poll(handle) is HandleState.PENDING:
-            pass
-        spent = time.perf_counter() - start
-        agent.release(handle)
-        return {"all": spent}
+        return {"all": timed_read(agent, peer, ours, theirs)}
 
     return read
 

@@ -14,8 +14,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final
 
-from bench.idle import percentiles
-from bench.measure import Table
+from bench.measure import Table, percentiles
 from kvconn.engine import client
 from kvconn.engine.client import EngineProcess
 from kvconn.engine.config import EngineConfig, ModelSpec
