@@ -15,7 +15,9 @@ import pytest
 
 from tests.vllm.engines import Engine, Server, environment, ours
 
-#: a peer that is not there is given up soon
+#: engines of vLLM spin, and there are more of them than cores: a peer that lives may be long silent
+PATIENT = {"kvconn": {"handshake": 60.0, "read": 120.0}}
+#: for a peer that is known not to be there
 QUICK = {"kvconn": {"handshake": 2.0}}
 WHY = "vllm is not installed here; make test-vllm runs these"
 
@@ -113,10 +115,10 @@ def producer(fleet: Fleet) -> Engine:
 @pytest.fixture(scope="session")
 def consumer(fleet: Fleet) -> Engine:
     """Under the policy ``fail``."""
-    return fleet.engine("D", ours("kv_consumer", kv_connector_extra_config=QUICK))
+    return fleet.engine("D", ours("kv_consumer", kv_connector_extra_config=PATIENT))
 
 
 @pytest.fixture(scope="session")
 def recomputer(fleet: Fleet) -> Engine:
     """Under the policy ``recompute``."""
-    return fleet.engine("R", ours("kv_consumer", kv_load_failure_policy="recompute", kv_connector_extra_config=QUICK))
+    return fleet.engine("R", ours("kv_consumer", kv_load_failure_policy="recompute", kv_connector_extra_config=PATIENT))

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 import zmq
 
-from tests.vllm.conftest import Fleet
+from tests.vllm.conftest import QUICK, Fleet
 from tests.vllm.engines import PRODUCER, Engine, EngineError, free_port, ours
 from tests.vllm.prompts import prompt
 
@@ -32,7 +32,6 @@ EDITS: dict[str, Callable[[Params], Params]] = {
     "a negative block id": lambda p: {**p, "remote_block_ids": [[-1, *p["remote_block_ids"][0][1:]]]},
     "no host": lambda p: {k: v for k, v in p.items() if k != "remote_host"},
     "a host that is no host": lambda p: {**p, "remote_host": "tcp://;x"},
-    "nobody on that port": lambda p: {**p, "remote_port": free_port(), "remote_engine_id": "elsewhere"},
     "the port is a word": lambda p: {**p, "remote_port": "http"},
     "the engine is a number": lambda p: {**p, "remote_engine_id": 5},
     "another engine": lambda p: {**p, "remote_engine_id": "not the one"},
@@ -61,17 +60,33 @@ def test_wrong_params_fail_or_recompute(
 ) -> None:
     tokens = prompt(200, 5000 + list(EDITS).index(name))
     expected = alone.ready().one(tokens, 4)["tokens"]
-    params = EDITS[name](prefilled(producer, tokens))
-    before = consumer.ready().metrics()
-    answer = consumer.one(tokens, 4, params=params)
+    refuse_or_recompute(tokens, EDITS[name](prefilled(producer, tokens)), expected, consumer, recomputer)
+
+
+def test_nobody_listens_on_that_port(own_fleet: Fleet, producer: Engine, alone: Engine) -> None:
+    """Told when the handshake's time is up; the engines of this test have little of it."""
+    d = own_fleet.engine("fails", ours("kv_consumer", kv_connector_extra_config=QUICK))
+    r = own_fleet.engine(
+        "recomputes", ours("kv_consumer", kv_load_failure_policy="recompute", kv_connector_extra_config=QUICK)
+    )
+    tokens = prompt(200, 5800)
+    expected = alone.ready().one(tokens, 4)["tokens"]
+    params = {**prefilled(producer, tokens), "remote_port": free_port(), "remote_engine_id": "elsewhere"}
+    refuse_or_recompute(tokens, params, expected, d, r)
+
+
+def refuse_or_recompute(tokens: list[int], params: Params, expected: list[int], d: Engine, r: Engine) -> None:
+    """An error from ``d``, counted there; the right tokens from ``r``; nothing is held on either."""
+    before = d.ready().metrics()
+    answer = d.one(tokens, 4, params=params)
     assert refused(answer), answer
-    assert recomputer.ready().one(tokens, 4, params=params)["tokens"] == expected
-    after = consumer.metrics()
+    assert r.ready().one(tokens, 4, params=params)["tokens"] == expected
+    after = d.metrics()
     counters = ("kvconn_params_refused_total", "kvconn_seals_refused_total", "vllm:nixl_num_failed_transfers_total")
-    assert sum(after[c] for c in counters) > sum(before[c] for c in counters)
-    for d in (consumer, recomputer):
-        assert not d.idle()["owed"]
-        assert d.state()["free"] == d.state()["total"] - 1
+    assert sum(after.get(c, 0.0) for c in counters) > sum(before.get(c, 0.0) for c in counters)
+    for engine in (d, r):
+        assert not engine.idle()["owed"]
+        assert engine.state()["free"] == engine.state()["total"] - 1
 
 
 def test_a_size_that_is_not_the_producers_changes_no_answer(producer: Engine, consumer: Engine, alone: Engine) -> None:

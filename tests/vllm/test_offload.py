@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.vllm.conftest import QUICK, Fleet
+from tests.vllm.conftest import PATIENT, Fleet
 from tests.vllm.engines import BLOCK, BLOCK_BYTES, PRODUCER, Engine, ours
 from tests.vllm.prompts import prompt
 
@@ -163,7 +163,7 @@ def test_a_consumer_stores_what_it_read_and_loads_it(
     module: str | None, own_fleet: Fleet, producer: Engine, alone: Engine
 ) -> None:
     """What it has is not read from the producer, who lets go all the same."""
-    nixl = ours("kv_consumer", kv_connector_extra_config=QUICK)
+    nixl = ours("kv_consumer", kv_connector_extra_config=PATIENT)
     d = own_fleet.engine("offload-D", multi("kv_consumer", module, offload(), nixl)).ready()
     stem = prompt(4 * BLOCK, 24_000)
     longer = stem + prompt(70, 24_001)

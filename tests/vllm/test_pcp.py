@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 from tests.vllm import pcp
-from tests.vllm.conftest import Fleet
+from tests.vllm.conftest import PATIENT, Fleet
 from tests.vllm.engines import PRODUCER, ROOT, Engine, EngineError, ours, stock
 from tests.vllm.prompts import prompt
 
 N = 3
 #: on a loaded machine an interpreted forward takes long; who waits for it is not what these tests ask
-PATIENT = {"kv_connector_extra_config": {"kv_lease_duration": 120}}
+LONG_LEASE = {"kv_connector_extra_config": {"kv_lease_duration": 120}}
 SIBLING = {
     "kv_connector": "HoldingSibling",
     "kv_connector_module_path": "tests.vllm.siblings",
@@ -43,7 +43,7 @@ def reader(fleet: Fleet, hack: dict[str, str]) -> Iterator[Engine]:
     """One consumer for all of them, of ours."""
     engine = fleet.engine(
         "pcp-D",
-        ours("kv_consumer", kv_connector_extra_config={"kvconn": {"handshake": 60.0, "read": 120.0}}),
+        ours("kv_consumer", kv_connector_extra_config=PATIENT),
         "mla",
         env=hack,
         **pcp.ARGUMENTS,
@@ -76,10 +76,10 @@ def read_all(p: Engine, d: Engine, tokens: list[list[int]], patience: float = 60
 
 
 PRODUCERS = {
-    "alone": ours("kv_producer", **PATIENT),
-    "below stock MultiConnector, beside one that holds": multi(ours("kv_producer", **PATIENT), SIBLING),
+    "alone": ours("kv_producer", **LONG_LEASE),
+    "below stock MultiConnector, beside one that holds": multi(ours("kv_producer", **LONG_LEASE), SIBLING),
     "below our MultiConnector, beside one that holds": multi(
-        ours("kv_producer", **PATIENT), SIBLING, module="kvconn.vllm"
+        ours("kv_producer", **LONG_LEASE), SIBLING, module="kvconn.vllm"
     ),
 }
 
@@ -101,7 +101,7 @@ def test_offloading_fills_the_caches_of_both_ranks(own_fleet: Fleet, reader: Eng
     """Each rank attends to the whole context out of its own cache; what is loaded is read by the consumer again."""
     p = own_fleet.engine(
         "pcp-O",
-        multi(ours("kv_producer", **PATIENT), OFFLOAD, module="kvconn.vllm"),
+        multi(ours("kv_producer", **LONG_LEASE), OFFLOAD, module="kvconn.vllm"),
         "mla",
         env=hack,
         prefill_context_parallel_size=2,
@@ -124,7 +124,7 @@ def test_offloading_fills_the_caches_of_both_ranks(own_fleet: Fleet, reader: Eng
 
 def test_stock_never_frees(own_fleet: Fleet, reader: Engine, hack: dict[str, str]) -> None:
     p = own_fleet.engine(
-        "pcp-S", stock("kv_producer", **PATIENT), "mla", env=hack, prefill_context_parallel_size=2, **pcp.ARGUMENTS
+        "pcp-S", stock("kv_producer", **LONG_LEASE), "mla", env=hack, prefill_context_parallel_size=2, **pcp.ARGUMENTS
     )
     p.ready(240), reader.ready(240)
     states = read_all(p, reader, [prompt(100, 4000 + k) for k in range(2)], patience=4)
@@ -135,7 +135,7 @@ def test_stock_never_frees(own_fleet: Fleet, reader: Engine, hack: dict[str, str
 def test_stock_with_the_hotfix_frees(own_fleet: Fleet, reader: Engine, hack: dict[str, str]) -> None:
     p = own_fleet.engine(
         "pcp-H",
-        stock("kv_producer", **PATIENT),
+        stock("kv_producer", **LONG_LEASE),
         "mla",
         env={**hack, "KVCONN_VLLM_HOTFIX": "1"},
         prefill_context_parallel_size=2,

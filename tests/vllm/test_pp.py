@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.vllm.conftest import Fleet
+from tests.vllm.conftest import PATIENT, Fleet
 from tests.vllm.engines import PRODUCER, Engine, ours
 from tests.vllm.prompts import prompt
 from tests.vllm.test_tp import hand_over, nothing_held
@@ -33,21 +33,13 @@ def producer_of_two_stages(fleet: Fleet) -> Iterator[Engine]:
 
 @pytest.fixture(scope="module")
 def consumer_of_two_stages(fleet: Fleet) -> Iterator[Engine]:
-    engine = fleet.engine("pp2-D", ours("kv_consumer"), **STAGES)
+    engine = fleet.engine("pp2-D", ours("kv_consumer", kv_connector_extra_config=PATIENT), **STAGES)
     yield engine.ready(START)
     engine.close()
 
 
-@pytest.fixture(scope="module")
-def consumer_of_one_stage(fleet: Fleet) -> Iterator[Engine]:
-    """With a handshake's usual patience: an engine of stages keeps three processes busy."""
-    engine = fleet.engine("pp1-D", ours("kv_consumer"))
-    yield engine.ready(START)
-    engine.close()
-
-
-def test_two_stages_to_one(producer_of_two_stages: Engine, consumer_of_one_stage: Engine, alone: Engine) -> None:
-    hand_over(producer_of_two_stages, consumer_of_one_stage, alone, 70_000)
+def test_two_stages_to_one(producer_of_two_stages: Engine, consumer: Engine, alone: Engine) -> None:
+    hand_over(producer_of_two_stages, consumer, alone, 70_000)
 
 
 def test_one_stage_to_two(producer: Engine, consumer_of_two_stages: Engine, alone: Engine) -> None:
@@ -58,10 +50,8 @@ def test_two_stages_to_two(producer_of_two_stages: Engine, consumer_of_two_stage
     hand_over(producer_of_two_stages, consumer_of_two_stages, alone, 72_000)
 
 
-def test_a_client_that_names_other_stages_is_refused(
-    producer_of_two_stages: Engine, consumer_of_one_stage: Engine
-) -> None:
-    p, d = producer_of_two_stages, consumer_of_one_stage
+def test_a_client_that_names_other_stages_is_refused(producer_of_two_stages: Engine, consumer: Engine) -> None:
+    p, d = producer_of_two_stages, consumer
     tokens = prompt(100, 73_000)
     params = p.one(tokens, 1, params=PRODUCER)["params"]
     assert params["pp_size"] == 2

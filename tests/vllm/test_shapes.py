@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.vllm import pcp
-from tests.vllm.conftest import QUICK, Fleet
+from tests.vllm.conftest import PATIENT, Fleet
 from tests.vllm.engines import BLOCK, PRODUCER, Engine, ours
 from tests.vllm.prompts import prompt
 
@@ -33,7 +33,7 @@ def test_blocks_of_another_size_are_no_answer_where_the_kernel_lays_them_out(
 ) -> None:
     """Byte for byte the KV of 32 tokens is no half of a block of 64 there: tokens would be wrong."""
     assert BLOCK == 32  # the CPU kernel for grouped queries wants a multiple of it
-    d = own_fleet.engine("large", ours("kv_consumer", kv_connector_extra_config=QUICK), block_size=64)
+    d = own_fleet.engine("large", ours("kv_consumer", kv_connector_extra_config=PATIENT), block_size=64)
     tokens = prompt(100, 50_000)
     params = producer.ready().one(tokens, 1, params=PRODUCER)["params"]
     assert d.ready().one(tokens, 6, params=params)["reason"] == "error"
@@ -45,5 +45,7 @@ def test_blocks_of_another_size_are_no_answer_where_the_kernel_lays_them_out(
 def test_mla(own_fleet: Fleet, of_p: int, of_d: int) -> None:
     sound = {"compilation_config": pcp.ARGUMENTS["compilation_config"]}
     p = own_fleet.engine("mla-P", ours("kv_producer"), "mla", **sound, block_size=of_p)
-    d = own_fleet.engine("mla-D", ours("kv_consumer", kv_connector_extra_config=QUICK), "mla", **sound, block_size=of_d)
+    d = own_fleet.engine(
+        "mla-D", ours("kv_consumer", kv_connector_extra_config=PATIENT), "mla", **sound, block_size=of_d
+    )
     hand_over(p, d, 52_000)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.vllm.conftest import QUICK, Fleet
+from tests.vllm.conftest import PATIENT, Fleet
 from tests.vllm.engines import BLOCK_BYTES, PRODUCER, Engine, ours
 from tests.vllm.prompts import prompt
 
@@ -22,7 +22,7 @@ def producer_of_two(fleet: Fleet) -> Iterator[Engine]:
 
 @pytest.fixture(scope="module")
 def consumer_of_two(fleet: Fleet) -> Iterator[Engine]:
-    engine = fleet.engine("tp2-D", ours("kv_consumer", kv_connector_extra_config=QUICK), tensor_parallel_size=2)
+    engine = fleet.engine("tp2-D", ours("kv_consumer", kv_connector_extra_config=PATIENT), tensor_parallel_size=2)
     yield engine
     engine.close()
 

@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import pytest
 
-from tests.vllm.conftest import QUICK, Fleet
+from tests.vllm.conftest import PATIENT, Fleet
 from tests.vllm.engines import BLOCK, BLOCK_BYTES, PRODUCER, STOCK_PRODUCER, Engine, ours, stock
 from tests.vllm.models import LAYERS, WINDOW
 from tests.vllm.prompts import prompt
@@ -27,7 +27,7 @@ Pair = tuple[str, Engine, Engine]
 def pair(request: pytest.FixtureRequest, fleet: Fleet) -> Iterator[Pair]:
     model = request.param
     p = fleet.engine(f"{model}-P", ours("kv_producer"), model)
-    d = fleet.engine(f"{model}-D", ours("kv_consumer", kv_connector_extra_config=QUICK), model)
+    d = fleet.engine(f"{model}-D", ours("kv_consumer", kv_connector_extra_config=PATIENT), model)
     yield model, p.ready(), d.ready()
     p.close(), d.close()
 
