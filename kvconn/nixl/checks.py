@@ -13,7 +13,7 @@ import enum
 from collections.abc import Callable, Sequence
 
 from kvconn.geometry import Place
-from kvconn.nixl.fence import Fence
+from kvconn.nixl.fence import Fence, Numbers
 
 __all__ = ["Checks", "Verdict"]
 
@@ -45,14 +45,14 @@ class Checks:
     """Checks by request id, over ``size`` scratch words."""
 
     def __init__(self, size: int) -> None:
-        self._free = list(range(size - 1, -1, -1))
+        self._free = Numbers(size)
         self._of: dict[str, tuple[Fence, list[_Word]]] = {}
 
     def begin(self, id: str, fence: Fence, places: Sequence[Place]) -> bool:
         """This life will be checked against ``fence`` at each of these ranks. False when there is no scratch for it."""
         if len(places) > len(self._free):
             return False
-        self._of[id] = fence, [_Word(place, self._free.pop()) for place in places]
+        self._of[id] = fence, [_Word(place, self._free.take()) for place in places]
         return True
 
     def __contains__(self, id: str) -> bool:
@@ -80,7 +80,7 @@ class Checks:
     def end(self, id: str) -> None:
         """The life has settled."""
         _, words = self._of.pop(id, (None, []))
-        self._free.extend(word.scratch for word in words)
+        self._free.give(word.scratch for word in words)
 
     def __len__(self) -> int:
         return len(self._of)

@@ -25,7 +25,7 @@ import hmac
 import mmap
 import secrets
 import threading
-from collections import deque
+from collections.abc import Iterable, Iterator
 
 import msgspec
 import numpy as np
@@ -41,6 +41,7 @@ __all__ = [
     "Fence",
     "FenceSlots",
     "FenceWords",
+    "Numbers",
     "check_signature",
     "fresh_key",
     "prompt_digest",
@@ -59,11 +60,41 @@ class Fence(msgspec.Struct, frozen=True):
     word: int
 
 
+class Numbers:
+    """Those below ``size``, to be taken and given back. It remembers what came back and none that was never taken, so
+    that its memory follows the most that were out at once; and those are the low ones."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._never = 0  # from here on
+        self._back: list[int] = []
+
+    def take(self) -> int:
+        """A free one, of which there must be one."""
+        if self._back:
+            return self._back.pop()
+        assert self._never < self._size
+        self._never += 1
+        return self._never - 1
+
+    def give(self, numbers: Iterable[int]) -> None:
+        """These are free again."""
+        self._back.extend(numbers)
+
+    def __iter__(self) -> Iterator[int]:
+        """The free ones."""
+        yield from self._back
+        yield from range(self._never, self._size)
+
+    def __len__(self) -> int:
+        return len(self._back) + self._size - self._never
+
+
 class FenceSlots:
     """The scheduler half's book of slots. ``size`` slots, one per block: a request has at least one block."""
 
     def __init__(self, size: int) -> None:
-        self._free = deque(range(size))
+        self._free = Numbers(size)
         self._of: dict[str, Fence] = {}
         self._cooling: list[int] = []
         self._closed: list[int] = []
@@ -74,7 +105,7 @@ class FenceSlots:
             return self._of[id]
         if not self._free:
             return None
-        fence = Fence(self._free.popleft(), secrets.randbelow((1 << 64) - 1) + 1)
+        fence = Fence(self._free.take(), secrets.randbelow((1 << 64) - 1) + 1)
         self._of[id] = fence
         return fence
 
@@ -104,7 +135,7 @@ class FenceSlots:
 
     def step(self) -> None:
         """A step begins: what was closed before the last one began is free."""
-        self._free.extend(self._cooling)
+        self._free.give(self._cooling)
         self._cooling, self._closed = self._closed, []
 
     def __len__(self) -> int:
@@ -121,6 +152,7 @@ class FenceWords:
         self._map = mmap.mmap(-1, max(mmap.PAGESIZE, size * WORD))
         self._words: npt.NDArray[np.uint64] = np.frombuffer(self._map, np.uint64, count=size)
         self._barrier = threading.Lock()
+        self._written = 0  # words below this: only their pages exist
 
     @property
     def address(self) -> int:
@@ -136,6 +168,7 @@ class FenceWords:
 
     def write(self, fence: Fence) -> None:
         """Let the word stand."""
+        self._written = max(self._written, fence.slot + 1)
         self._words[fence.slot] = fence.word
 
     def zero(self, slot: int) -> None:
@@ -146,7 +179,7 @@ class FenceWords:
 
     def zero_all(self) -> None:
         """Before memory moves: sleep, reset, shutdown."""
-        self._words[:] = 0
+        self._words[: self._written] = 0
         with self._barrier:
             pass
 

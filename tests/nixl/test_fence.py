@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,9 +11,27 @@ import pytest
 from kvconn.base import FinishReason, RequestView, StepRequest
 from kvconn.geometry import Place
 from kvconn.nixl.checks import Checks, Verdict
-from kvconn.nixl.fence import Fence, FenceSlots, FenceWords, fresh_key, prompt_digest, seal, seal_fits
+from kvconn.nixl.fence import Fence, FenceSlots, FenceWords, Numbers, fresh_key, prompt_digest, seal, seal_fits
 from kvconn.params import KvconnRef, RemoteRef
 from tests.support import BLOCK_SIZE, COMPOSITIONS, NIXL_CONSUMER, NIXL_PRODUCER, Side, wait_until
+
+
+class TestNumbers:
+    def test_each_is_out_once_and_those_that_came_back_go_first(self) -> None:
+        numbers = Numbers(3)
+        assert [numbers.take(), numbers.take()] == [0, 1]
+        numbers.give([0])
+        assert sorted(numbers) == [0, 2] and len(numbers) == 2
+        assert [numbers.take(), numbers.take()] == [0, 2]
+        assert not list(numbers) and len(numbers) == 0
+
+    def test_a_large_pool_costs_no_more_than_a_small_one(self) -> None:
+        tracemalloc.start()
+        try:
+            kept = [FenceSlots(1 << 24), Checks(1 << 24), FenceWords(1 << 24)]
+            assert tracemalloc.get_traced_memory()[0] < 1 << 14, kept
+        finally:
+            tracemalloc.stop()
 
 
 class TestSlots:

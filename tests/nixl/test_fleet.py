@@ -15,8 +15,6 @@ SIZE = 20
 OF_A_SIZE = {
     "Peers._peers": "peers",
     "LoopbackTransport._links": "peers",
-    "FenceSlots._free": "blocks",
-    "Checks._free": "scratch words",
     "KVOutputAggregator._sent": "bounded memory",
 }
 

@@ -18,8 +18,7 @@ from kvconn.testing import LoopbackNet
 
 #: (class, attribute) -> why it may hold something although nothing is going on
 KEPT = {
-    ("Checks", "_free"): "scratch words: checked to be all there",
-    ("FenceSlots", "_free"): "slots: checked to be all there, with those that cool",
+    ("Numbers", "_back"): "slots and scratch words: checked to be all there, with those that cool",
     ("FenceSlots", "_cooling"): "slots of the last step",
     ("FenceSlots", "_closed"): "slots of this step",
     ("NixlWorker", "_seen"): "the newest life of each direction: two numbers",
