@@ -109,6 +109,8 @@ class Limits(msgspec.Struct, frozen=True):
     #: blocks on their way to the host tier, to and from the secondary tiers; look-ups under way; events kept
     stores_max: int = 4096
     saves_max: int = 256
+    #: bytes that a rank copies at once to write them to a secondary tier, unless one block has more
+    save_bytes: int = 8 << 20
     fetches_max: int = 1024
     lookups_max: int = 64
     events_max: int = 4096

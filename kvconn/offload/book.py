@@ -2,7 +2,7 @@
 
 Rules
 1. A job is a life in a ledger of its own, over all ranks (C3, C4): at most one per kind and key, done when every rank
-   has answered, failed when one of them says so.
+   has answered, failed when one of them says so. A save is of some blocks; the others are of one.
 2. A store reads blocks of the engine's cache: :meth:`JobBook.stores_over` names the stores that must end before those
    blocks are written.
 ``now`` is an argument, in seconds.
@@ -28,13 +28,13 @@ Place = tuple[int, int]
 
 
 class Job(msgspec.Struct, frozen=True):
-    """One open job. ``request``: whose block a store was taken from."""
+    """One open job of blocks ``keys``. ``request``: whose block a store was taken from."""
 
     name: str
     n: int
     kind: Kind
-    key: bytes
-    about: About | None = None
+    keys: tuple[bytes, ...]
+    abouts: tuple[About | None, ...]
     places: tuple[Place, ...] = ()
     request: str = ""
 
@@ -52,26 +52,27 @@ class JobBook:
     def open(
         self,
         kind: Kind,
-        key: bytes,
+        keys: tuple[bytes, ...],
         now: float,
-        about: About | None = None,
+        abouts: tuple[About | None, ...],
         places: tuple[Place, ...] = (),
         request: str = "",
     ) -> Job:
-        """A new job; the pair (kind, key) must not be open."""
-        name = f"{kind}:{key.hex()}"
+        """A new job; no pair of kind and one of ``keys`` must be open."""
+        name = f"{kind}:{keys[0].hex()}"
         n = self._ledger.open(name, "send", {(): self._ranks}, now=now)
-        job = self._jobs[name] = Job(name, n, kind, key, about, places, request)
-        self._counts[kind] += 1
+        job = self._jobs[name] = Job(name, n, kind, keys, abouts, places, request)
+        self._counts[kind] += len(keys)
         for place in places:
             self._at.setdefault(place, set()).add(name)
         return job
 
     def is_open(self, kind: Kind, key: bytes) -> bool:
+        """For kinds of which a job has one block."""
         return f"{kind}:{key.hex()}" in self._jobs
 
     def count(self, kind: Kind) -> int:
-        """How many jobs of this kind are open."""
+        """Blocks of open jobs of this kind."""
         return self._counts[kind]
 
     def report(self, facts: Iterable[Fact]) -> list[tuple[Job, bool]]:
@@ -89,7 +90,7 @@ class JobBook:
 
     def _close(self, name: str) -> Job:
         job = self._jobs.pop(name)
-        self._counts[job.kind] -= 1
+        self._counts[job.kind] -= len(job.keys)
         for place in job.places:
             self._at[place].discard(name)
             if not self._at[place]:

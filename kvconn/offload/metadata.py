@@ -1,9 +1,9 @@
 """What the scheduler half ships to the worker halves with each step, and what they answer. Frozen and picklable.
 
 Rules
-1. A *job* moves one block between two places on every rank: store (cache to host slot), save (host slot to the
-   secondary tiers), fetch (secondary tier to host slot). It is a life of the scheduler half's own ledger, by name and
-   number; every rank answers it once, with a fact below the path JOBS.
+1. A *job* moves one block between two places on every rank: store (cache to host slot), fetch (secondary tier to host
+   slot); or some blocks: save (host slots to the secondary tiers). It is a life of the scheduler half's own ledger, by
+   name and number; every rank answers it once, with a fact below the path JOBS.
 2. A *load* (host slots to the cache) and a *hold* are lives of a request, and answered like every connector's.
 3. Numbers ascend within jobs and within lives, so that metadata that is bound twice changes nothing.
 """
@@ -34,12 +34,12 @@ class Store(msgspec.Struct, frozen=True):
 
 
 class Save(msgspec.Struct, frozen=True):
-    """Write ``slot`` to the secondary tiers as ``key``."""
+    """Write ``slots[k]`` to the secondary tiers as ``keys[k]``."""
 
     name: str
     n: int
-    key: bytes
-    slot: int
+    keys: tuple[bytes, ...]
+    slots: tuple[int, ...]
 
 
 class Fetch(msgspec.Struct, frozen=True):

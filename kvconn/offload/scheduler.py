@@ -56,6 +56,8 @@ class OffloadScheduler:
         self._ranks = range(config.parallel.world)
         self._size = kv_cache.block_size
         self._tiers = tuple(tiers)
+        #: blocks of a save, at most
+        self._together = min([max(1, LIMITS.save_bytes // kv_cache.block_bytes), *(tier.batch for tier in tiers)])
         self.index = HostIndex(make_policy(settings.eviction_policy, settings.cpu_bytes_to_use // kv_cache.block_bytes))
         self.lookups = Lookups(tiers, LIMITS.lookups_max)
         self.book = JobBook(self._ranks)
@@ -132,7 +134,7 @@ class OffloadScheduler:
         room = self._reserve(key)
         if room is None:
             return False
-        job = self.book.open("fetch", key, now, content.about(at))
+        job = self.book.open("fetch", (key,), now, (content.about(at),))
         self._fetches.append(Fetch(job.name, job.n, key, room.slot))
         return True
 
@@ -223,7 +225,8 @@ class OffloadScheduler:
             self.meter.add("kv_offload_stores_skipped")
             return None
         blocks = tuple(ids[at] for ids in tracked.table)
-        job = self.book.open("store", key, now, content.about(at), tuple(enumerate(blocks)), tracked.view.id)
+        places = tuple(enumerate(blocks))
+        job = self.book.open("store", (key,), now, (content.about(at),), places, tracked.view.id)
         return Store(job.name, job.n, blocks, room.slot)
 
     def finished(self, view: RequestView, blocks: BlockIds, reason: FinishReason, now: float) -> bool:
@@ -253,8 +256,8 @@ class OffloadScheduler:
                 if fact.direction == "recv" and fact.state == "failed" and fact.id in self._requests:
                     self._requests[fact.id].refused = True
                     self._requests[fact.id].leave()
-        for job, fine in self.book.report(jobs):
-            self._settle(job, fine, now)
+        stored = [job for job, fine in self.book.report(jobs) if self._settle(job, fine)]
+        self._save(stored, now)
         emit = self._gate.reports(sent, received, failed, lives)
         for id in [id for id in self._loading if self.ledger.get(id, "recv") is None]:
             for key in self._loading.pop(id):
@@ -265,43 +268,50 @@ class OffloadScheduler:
         tier, _, key = fact.id.rpartition(":")
         self.events.removed_by_rank(bytes.fromhex(key), tier)
 
-    def _settle(self, job: Job, fine: bool, now: float) -> None:
-        """A job is over on every rank."""
+    def _settle(self, job: Job, fine: bool) -> bool:
+        """A job is over on every rank. True: its block is stored now, and may be saved."""
         if job.kind == "save":
-            self.index.unpin(job.key)
-            self.meter.add("offload_blocks_saved" if fine else "offload_saves_failed")
-            for tier in self._tiers if fine else ():
-                self.events.stored(job.key, job.about, tier.name)
-            return
+            self._saved(job, fine)
+            return False
+        (key,), (about,) = job.keys, job.abouts
         if not fine:
-            self.index.abandon(job.key)
+            self.index.abandon(key)
             if job.kind == "fetch":
-                self.lookups.missed(job.key)
+                self.lookups.missed(key)
                 self.meter.add("offload_fetches_failed")
             else:
                 self.meter.add("kv_offload_stores_skipped")
-            return
-        if not self.index.commit(job.key):
-            return
-        self.events.stored(job.key, job.about, "host")
+            return False
+        if not self.index.commit(key):
+            return False
+        self.events.stored(key, about, "host")
         if job.kind == "fetch":
-            self._fetched.add(job.key)
-            self.meter.add("offload_blocks_fetched")
-        else:
-            self.meter.add("offload_blocks_stored")
-            self._save(job, now)
+            self._fetched.add(key)
+        self.meter.add("offload_blocks_fetched" if job.kind == "fetch" else "offload_blocks_stored")
+        return job.kind == "store"
 
-    def _save(self, stored: Job, now: float) -> None:
-        if not self._tiers or len(stored.key) > MAX_KEY:
-            return
-        if self.book.count("save") >= self._limits.saves_max:
-            self.meter.add("offload_saves_skipped")
-            return
-        self.index.pin(stored.key)
-        job = self.book.open("save", stored.key, now, stored.about)
-        slot = self.index.slot(stored.key)
-        assert slot is not None, "stored a moment ago"
-        self._saves.append(Save(job.name, job.n, stored.key, slot))
+    def _saved(self, job: Job, fine: bool) -> None:
+        for key in job.keys:
+            self.index.unpin(key)
+        self.meter.add("offload_blocks_saved" if fine else "offload_saves_failed", len(job.keys))
+        for tier in self._tiers if fine else ():
+            for key, about in zip(job.keys, job.abouts, strict=True):
+                self.events.stored(key, about, tier.name)
+
+    def _save(self, stored: Sequence[Job], now: float) -> None:
+        """Write to the secondary tiers what ``stored`` brought, some blocks at once."""
+        wanted = [job for job in stored if self._tiers and len(job.keys[0]) <= MAX_KEY]
+        room = max(0, self._limits.saves_max - self.book.count("save"))
+        self._count("offload_saves_skipped", len(wanted) - room)
+        for at in range(0, min(len(wanted), room), self._together):
+            batch = wanted[at : min(at + self._together, room)]
+            keys = tuple(job.keys[0] for job in batch)
+            slots = tuple(slot for key in keys if (slot := self.index.slot(key)) is not None)
+            assert len(slots) == len(keys), "stored a moment ago"
+            for key in keys:
+                self.index.pin(key)
+            job = self.book.open("save", keys, now, tuple(job.abouts[0] for job in batch))
+            self._saves.append(Save(job.name, job.n, keys, slots))
 
     def _count(self, name: str, amount: int) -> None:
         if amount > 0:

@@ -274,16 +274,17 @@ class OffloadWorker:
 
     def _save(self, number: Number, save: Save) -> bool:
         assert self.tier is not None, "a rank without a tier has no jobs"
-        data = self.tier.read(save.slot, self._length)
+        copies = [self.tier.read(slot, self._length) for slot in save.slots]
         if not self._saves.stands(number):
-            return False  # given up: the slot may have been another block's when it was copied
-        wrote = [self._tried(tier, partial(tier.write, save.key, data)) for tier in self._tiers]
-        return all(one is True for one in wrote)
+            return False  # given up: a slot may have been another block's when it was copied
+        blocks = list(zip(save.keys, copies, strict=True))
+        wrote = [self._tried(tier, partial(tier.write_all, blocks), len(blocks)) for tier in self._tiers]
+        return all(one is not None and all(one) for one in wrote)
 
     def _fetch(self, number: Number, fetch: Fetch) -> bool:
         assert self.tier is not None, "a rank without a tier has no jobs"
         for tier in self._tiers:
-            data = self._tried(tier, partial(tier.read, fetch.key))
+            data = self._tried(tier, partial(tier.read, fetch.key), 1)
             if data is None or len(data) != self._length:
                 continue
             if not self._fetches.land(number):
@@ -292,12 +293,12 @@ class OffloadWorker:
             return True
         return False
 
-    def _tried(self, tier: SecondaryTier, do: Callable[[], T]) -> T | None:
-        """A tier's answer; None, counted and logged now and then, when its medium fails."""
+    def _tried(self, tier: SecondaryTier, do: Callable[[], T], blocks: int) -> T | None:
+        """A tier's answer; None, counted by block and logged now and then, when its medium fails."""
         try:
             return do()
         except OSError as err:
-            self.meter.add("offload_tier_errors")
+            self.meter.add("offload_tier_errors", blocks)
             now = time.monotonic()
             if now - self._complained.get(tier.name, float("-inf")) >= COMPLAIN_EVERY:
                 self._complained[tier.name] = now

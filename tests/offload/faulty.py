@@ -42,25 +42,28 @@ class _Faulty(FsTier):
 class HalfWritten(_Faulty):
     """Writes half of its third file, leaves a mark that says which, and never goes on."""
 
+    batch = 2
     begun = 0
 
-    def _write_new(self, path: str, parts: tuple[bytes, bytes]) -> None:
+    def _write_new(self, path: str, parts: Sequence[bytes]) -> None:
         self.begun += 1
         if self.begun < 3:
             super()._write_new(path, parts)
             return
-        header, data = parts
-        super()._write_new(path, (header, data[: len(data) // 2]))
-        whole = self.marks / "half.new"
-        whole.write_text(path)
-        whole.rename(self.marks / "half")  # who sees it may end this process at once
+        whole = b"".join(parts)
+        super()._write_new(path, (whole[: len(whole) // 2],))
+        mark = self.marks / "half.new"
+        mark.write_text(path)
+        mark.rename(self.marks / "half")  # who sees it may end this process at once
         wait_for(lambda: False)
 
 
 class Meeting(_Faulty):
     """Has written a file, under its own name, when another process has written the same block's: then both go on."""
 
-    def _write_new(self, path: str, parts: tuple[bytes, bytes]) -> None:
+    batch = 1  # or the two would not write the same files
+
+    def _write_new(self, path: str, parts: Sequence[bytes]) -> None:
         super()._write_new(path, parts)
         place = self.marks / parts[1][-64:].hex()
         place.mkdir(exist_ok=True)
@@ -78,9 +81,9 @@ class Slow(_Faulty):
         self._rest()
         return super().present(keys)
 
-    def write(self, key: bytes, data: bytes) -> bool:
+    def write_all(self, blocks: Sequence[tuple[bytes, bytes]]) -> list[bool]:
         self._rest()
-        return super().write(key, data)
+        return super().write_all(blocks)
 
     def read(self, key: bytes) -> bytes | None:
         self._rest()

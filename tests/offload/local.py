@@ -19,6 +19,7 @@ from kvconn.factory import get_connector_class
 from kvconn.metrics import Stats
 from kvconn.offload.connector import OffloadingConnector
 from kvconn.offload.events import BlockRemoved, BlockStored
+from kvconn.offload.tiers.segments import key_of, read_entries
 
 MODEL = ModelSpec(mode="content-addressed", n_layers=2, latent=6, rope=2)
 SIZE = 16
@@ -130,6 +131,18 @@ class LocalEngine:
         self.worker.close()
         if self.connector is not None:
             self.connector.shutdown()
+
+
+def keys_in(root: Path) -> set[bytes]:
+    """Keys of all blocks in the files below a file tier's ``root_dir``."""
+    keys = set()
+    for path in root.rglob("*.kv"):
+        with path.open("rb") as file:
+            namespace, share = path.relative_to(root).parts[:2]
+            places = read_entries(file.fileno(), key_of(namespace, share))
+        assert places is not None, f"{path} is torn"
+        keys.update(place.key for place in places)
+    return keys
 
 
 def expected_tokens(requests: Sequence[TraceRequest]) -> dict[str, tuple[int, ...]]:

@@ -18,7 +18,7 @@ def test_a_look_from_another_thread_finds_no_table_that_changes_under_it() -> No
     def churn() -> None:
         serial = 0
         while not stop.is_set():
-            jobs = [book.open("store", b"%d" % (serial + k), 0.0) for k in range(50)]
+            jobs = [book.open("store", (b"%d" % (serial + k),), 0.0, (None,)) for k in range(50)]
             serial += 50
             for rank in range(4):
                 book.report([Fact(job.name, "send", job.n, rank, "done") for job in jobs])

@@ -17,11 +17,15 @@ import pytest
 from kvconn.config import FsTierSettings, ModelView, ParallelConfig
 from kvconn.errors import ConfigError
 from kvconn.offload.keys import identity_of
-from kvconn.offload.tiers.fs import HEADER, TEMPORARY, FsTier
+from kvconn.offload.tiers.fs import FsTier
+from kvconn.offload.tiers.segments import BLOCKS_MAX, length_of
+from kvconn.offload.tiers.shares import SUFFIX, TEMPORARY
 
 BLOCK = 1000
 MODEL = ModelView("m", "float16", 2, 1, 64, 16)
 DATA = bytes(range(250)) * 4
+#: bytes before the data of a file of one block, and of all of it
+HEADER, FILE = length_of(1, 0), length_of(1, BLOCK)
 
 
 def tier(
@@ -40,7 +44,45 @@ def test_what_was_written_is_read_also_after_a_restart(tmp_path: Path) -> None:
     assert tier(tmp_path).write(b"k", DATA)
     assert tier(tmp_path).read(b"k") == DATA and tier(tmp_path).read(b"other") is None
     assert tier(tmp_path, rank=None).present([b"k", b"other"]) == [True, False]
-    assert [path.name.startswith(TEMPORARY) for path in files(tmp_path)] == [False]
+    assert [path.suffix for path in files(tmp_path)] == [SUFFIX]
+
+
+def test_blocks_that_are_written_together_are_one_file_and_each_is_read_alone(tmp_path: Path) -> None:
+    one = tier(tmp_path)
+    blocks = [(b"%d" % n, bytes([n]) * (BLOCK - n)) for n in range(5)]
+    assert one.write_all(blocks) == [True] * 5 and len(files(tmp_path)) == 1
+    for reader in (one, tier(tmp_path)):
+        assert [reader.read(key) for key, _ in reversed(blocks)] == [data for _, data in reversed(blocks)]
+
+
+def test_only_what_is_not_there_is_written(tmp_path: Path) -> None:
+    one, other = tier(tmp_path), tier(tmp_path)
+    assert one.write_all([(b"a", DATA), (b"b", DATA), (b"a", DATA)]) == [True] * 3
+    before = files(tmp_path)
+    assert before[0].stat().st_size == length_of(2, 2 * BLOCK)
+    assert other.write_all([(b"b", DATA), (b"a", DATA)]) == [True] * 2 and files(tmp_path) == before
+    assert other.write_all([(b"b", DATA), (b"c", DATA)]) == [True] * 2
+    (new,) = set(files(tmp_path)) - set(before)
+    assert new.stat().st_size == FILE
+
+
+def test_what_lies_in_a_file_that_was_removed_is_written_again(tmp_path: Path) -> None:
+    one = tier(tmp_path)
+    one.write_all([(b"a", DATA), (b"b", DATA)])
+    files(tmp_path)[0].unlink()
+    assert one.write_all([(b"b", DATA), (b"a", DATA)]) == [True] * 2
+    assert one.read(b"a") == one.read(b"b") == DATA
+
+
+def test_a_file_has_few_blocks_and_a_sixteenth_of_the_bound_at_most(tmp_path: Path) -> None:
+    roomy, tight = tmp_path / "roomy", tmp_path / "tight"
+    for root, max_bytes, size in ((roomy, 1 << 30, BLOCKS_MAX), (tight, 48 * FILE, 3)):
+        root.mkdir()
+        one = tier(root, max_bytes=max_bytes)
+        keys = [b"%d" % n for n in range(2 * size)]
+        assert one.write_all([(key, DATA) for key in keys]) == [True] * len(keys)
+        assert [path.stat().st_size for path in files(root)] == [length_of(size, size * BLOCK)] * 2
+        assert all(one.read(key) == DATA for key in keys)
 
 
 def test_another_topology_model_or_rank_does_not_find_it(tmp_path: Path) -> None:
@@ -59,33 +101,89 @@ def test_replicas_have_one_share(tmp_path: Path) -> None:
     assert tier(tmp_path).read(b"k") == DATA, "one rank alone holds the same bytes as a replica"
 
 
-@pytest.mark.parametrize(
-    "where", ["magic", "checksum", "data", "cut in the header", "cut in the data", "longer", "empty"]
-)
+TORN = [
+    "magic",
+    "count",
+    "digest",
+    "key",
+    "checksum",
+    "data",
+    "cut in the header",
+    "cut in the data",
+    "longer",
+    "empty",
+]
+
+
+@pytest.mark.parametrize("where", TORN)
 def test_a_torn_or_flipped_file_is_a_miss_and_removed(tmp_path: Path, where: str) -> None:
-    one = tier(tmp_path)
-    one.write(b"k", DATA)
+    tier(tmp_path).write(b"k", DATA)
     (path,) = files(tmp_path)
+    damage(path, where)
+    one = tier(tmp_path)
+    assert one.read(b"k") is None and files(tmp_path) == []
+    assert one.write(b"k", DATA) and one.read(b"k") == DATA
+
+
+def damage(path: Path, where: str) -> None:
     content = bytearray(path.read_bytes())
-    if where in ("magic", "checksum", "data"):
-        content[{"magic": 0, "checksum": 12, "data": HEADER + 500}[where]] ^= 1
+    places = {"magic": 0, "count": 8, "digest": 12, "key": 29, "checksum": 98, "data": HEADER + 500}
+    if where in places:
+        content[places[where]] ^= 1
     elif where == "longer":
         content += b"x"
     else:
         content = content[: {"cut in the header": 20, "cut in the data": HEADER + 10, "empty": 0}[where]]
     path.write_bytes(content)
-    assert one.read(b"k") is None and files(tmp_path) == []
-    assert one.take_removed() == [b"k"] and one.take_removed() == []
+
+
+@pytest.mark.parametrize("where", ["data", "cut in the header", "cut in the data", "empty"])
+def test_a_file_that_is_damaged_under_an_engine_is_a_miss_and_its_blocks_are_told(tmp_path: Path, where: str) -> None:
+    one = tier(tmp_path)
+    one.write_all([(b"k", DATA), (b"l", DATA)])
+    (path,) = files(tmp_path)
+    damage(path, where)
+    assert one.read(b"l" if where == "cut in the data" else b"k") is None and files(tmp_path) == []
+    assert sorted(one.take_removed()) == [b"k", b"l"] and one.take_removed() == []
     assert one.write(b"k", DATA) and one.read(b"k") == DATA
 
 
-def test_a_file_under_another_keys_name_is_a_miss(tmp_path: Path) -> None:
+def test_a_file_of_another_share_is_a_miss(tmp_path: Path) -> None:
+    ours, theirs = tier(tmp_path, tp=2, rank=0), tier(tmp_path, tp=2, rank=1)
+    ours.write(b"k", DATA)
+    (first,) = files(tmp_path)
+    theirs.write(b"l", DATA)
+    (second,) = set(files(tmp_path)) - {first}
+    shutil.copy(first, second)
+    later = tier(tmp_path, tp=2, rank=1)
+    assert later.read(b"k") is None and later.read(b"l") is None and files(tmp_path) == [first]
+
+
+def test_a_file_that_took_anothers_place_is_a_miss(tmp_path: Path) -> None:
     one = tier(tmp_path)
     one.write(b"k", DATA)
-    one.write(b"\x6bb", DATA)
+    one.write(b"l", DATA[::-1])
     first, second = files(tmp_path)
     shutil.copy(first, second)
-    assert [one.read(b"k"), one.read(b"\x6bb")].count(None) == 1
+    assert (one.read(b"k"), one.read(b"l")) == (DATA, None)
+
+
+def test_a_file_that_cannot_be_read_hides_no_other(tmp_path: Path, mocker: Any) -> None:
+    first, second = tier(tmp_path), tier(tmp_path)
+    first.write(b"k", DATA), second.write(b"l", DATA)
+    (path,), real = (
+        [path for path in files(tmp_path) if first.read(b"k") and path.parent.name == first._writer],
+        os.open,
+    )
+
+    def broken(name: str, *args: int) -> int:
+        if name == str(path):
+            raise OSError(errno.EIO, "broken")
+        return real(name, *args)
+
+    mocker.patch("kvconn.offload.tiers.shares.os.open", side_effect=broken)
+    one = tier(tmp_path)
+    assert one.present([b"k", b"l"]) == [False, True] and one.read(b"l") == DATA and path.exists()
 
 
 def test_disk_full_leaves_no_file_and_the_next_write_works(tmp_path: Path, mocker: Any) -> None:
@@ -109,8 +207,10 @@ def test_a_write_that_is_cut_short_goes_on(tmp_path: Path, mocker: Any) -> None:
 def test_a_read_that_is_cut_short_goes_on(tmp_path: Path, mocker: Any) -> None:
     """It is no torn file."""
     tier(tmp_path).write(b"k", DATA)
-    real = os.read
-    mocker.patch("kvconn.offload.tiers.fs.os.read", side_effect=lambda fd, count: real(fd, min(count, 300)))
+    real = os.pread
+    mocker.patch(
+        "kvconn.offload.tiers.segments.os.pread", side_effect=lambda fd, count, at: real(fd, min(count, 30), at)
+    )
     assert tier(tmp_path).read(b"k") == DATA
 
 
@@ -121,11 +221,11 @@ def test_each_of_the_sums_finds_what_the_other_may_not(tmp_path: Path, mocker: A
     for root, damaged in (swapped, blind):
         root.mkdir()
         if root.name == "blind":
-            mocker.patch("kvconn.offload.tiers.fs.zlib.crc32", return_value=0)
+            mocker.patch("kvconn.offload.tiers.segments.zlib.crc32", return_value=0)
         tier(root).write(b"k", DATA)
         (path,) = files(root)
         path.write_bytes(path.read_bytes()[:HEADER] + damaged)
-        assert tier(root).read(b"k") is None
+        assert tier(root).present([b"k"]) == [True] and tier(root).read(b"k") is None
 
 
 def test_a_directory_that_vanished_is_not_made_again(tmp_path: Path) -> None:
@@ -143,26 +243,34 @@ def test_a_directory_that_vanished_is_not_made_again(tmp_path: Path) -> None:
 
 
 def test_the_longest_unused_goes_and_the_bound_holds(tmp_path: Path) -> None:
-    size = HEADER + BLOCK
-    one = tier(tmp_path, max_bytes=16 * size)
+    one = tier(tmp_path, max_bytes=16 * FILE)
     for n in range(16):
+        before = files(tmp_path)
         one.write(b"%d" % n, DATA)
-        os.utime(files_of(tmp_path, b"%d" % n), (n, n))
+        (new,) = set(files(tmp_path)) - set(before)
+        os.utime(new, (n, n))
     assert one.read(b"0") == DATA
     one.write(b"new", DATA)
     left = [n for n in range(16) if one.read(b"%d" % n) is not None]
     assert 0 in left and 1 not in left and one.read(b"new") == DATA
-    assert sum(path.stat().st_size for path in files(tmp_path)) <= 16 * size
+    assert sum(path.stat().st_size for path in files(tmp_path)) <= 16 * FILE
     assert one.take_removed()[0] == b"1"
 
 
-def files_of(root: Path, key: bytes) -> Path:
-    (found,) = [path for path in files(root) if path.stem == key.hex()]
-    return found
+def test_files_of_an_earlier_version_count_and_go_first(tmp_path: Path) -> None:
+    one = tier(tmp_path, max_bytes=16 * FILE)
+    one.write(b"k", DATA)
+    (first,) = files(tmp_path)
+    old = first.parent.parent / "6b" / "6b.kv"
+    old.parent.mkdir()
+    old.write_bytes(b"x" * 15 * FILE)
+    os.utime(old, (0, 0))
+    later = tier(tmp_path, max_bytes=16 * FILE)
+    assert later.write(b"l", DATA) and not old.exists() and later.read(b"k") == later.read(b"l") == DATA
 
 
 def test_two_engines_may_write_one_key_at_once(tmp_path: Path) -> None:
-    """Each writes its own temporary file: one of the renames is the last, and every read is whole or nothing."""
+    """Each writes files of its own, and every read is whole or nothing."""
     tiers, wrong = [tier(tmp_path) for _ in range(2)], []
 
     def write(one: FsTier) -> None:
@@ -176,7 +284,7 @@ def test_two_engines_may_write_one_key_at_once(tmp_path: Path) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert wrong == [] and len(files(tmp_path)) == 100
+    assert wrong == [] and 100 <= len(files(tmp_path)) <= 200
     assert all(tier(tmp_path).read(b"%d" % n) == DATA for n in range(100))
 
 
@@ -186,8 +294,8 @@ from pathlib import Path
 from tests.offload.test_fs import DATA, tier
 one, n = tier(Path(sys.argv[1])), 0
 while True:
-    one.write(b"%d" % n, DATA)
-    n += 1
+    one.write_all([(b"%d" % k, DATA) for k in (n, n + 1)])
+    n += 2
     if n == 20:
         print("twenty", flush=True)
 """
@@ -198,16 +306,16 @@ def test_kill_9_at_any_moment_leaves_whole_blocks_or_none(tmp_path: Path) -> Non
         assert writer.stdout is not None and writer.stdout.readline() == b"twenty\n"
         writer.send_signal(signal.SIGKILL)
     one = tier(tmp_path)
-    names = [path for path in files(tmp_path) if not path.name.startswith(TEMPORARY)]
-    assert len(names) >= 20
-    assert all(one.read(bytes.fromhex(path.stem)) == DATA for path in names)
+    whole = 2 * sum(path.suffix == SUFFIX for path in files(tmp_path))
+    assert whole >= 20
+    assert [one.read(b"%d" % n) for n in range(whole + 2)] == [DATA] * whole + [None] * 2
 
 
 def test_an_abandoned_temporary_file_is_swept(tmp_path: Path) -> None:
     one = tier(tmp_path)
     one.write(b"k", DATA)
     (path,) = files(tmp_path)
-    old, young = path.with_name(f"{TEMPORARY}1-1"), path.with_name(f"{TEMPORARY}1-2")
+    old, young = (path.parent.parent / TEMPORARY / name for name in ("1-1", "1-2"))
     for temporary in (old, young):
         temporary.write_bytes(b"torn")
     os.utime(old, (0, 0))
@@ -228,4 +336,4 @@ def test_repr_is_one_readable_line(tmp_path: Path) -> None:
     one = tier(tmp_path)
     assert repr(one) == f"FsTier({tmp_path} not scanned)"
     one.write(b"k", DATA)
-    assert repr(one) == f"FsTier({tmp_path} {HEADER + len(DATA)}/1048576 bytes)"
+    assert repr(one) == f"FsTier({tmp_path} {FILE}/1048576 bytes)"

@@ -20,7 +20,7 @@ from kvconn.offload.keys import Identity
 from kvconn.offload.tiers.base import SecondaryTier
 from kvconn.offload.tiers.fs import FsTier
 from kvconn.offload.tiers.host import HostTier
-from tests.offload.local import SIZE, LocalEngine, expected_tokens, offload
+from tests.offload.local import BLOCK_BYTES, SIZE, LocalEngine, expected_tokens, keys_in, offload
 from tests.support import wait_until
 
 REQUESTS = [TraceRequest(f"r{n}", tuple((n * 50 + k) % 512 for k in range(100)), 2) for n in range(6)]
@@ -61,11 +61,14 @@ def test_a_second_engine_hits_what_the_first_stored(start: Start, tmp_path: Path
     assert second.count("offload_hit_blocks_secondary") == BLOCKS and second.count("offload_blocks_stored") == 0
 
 
-def test_a_torn_file_is_a_miss_and_the_request_is_computed(start: Start, tmp_path: Path, expected: Any) -> None:
+def test_a_torn_file_and_changed_blocks_are_misses_and_the_request_is_computed(
+    start: Start, tmp_path: Path, expected: Any
+) -> None:
     filled(start, tmp_path)
     for number, path in enumerate(sorted(tmp_path.rglob("*.kv"))):
         content = bytearray(path.read_bytes())
-        content[-1] ^= 1
+        for at in range(len(content) - BLOCK_BYTES, 0, -BLOCK_BYTES):
+            content[at] ^= 1
         path.write_bytes(content if number % 2 else content[:100])
     second = start(tmp_path, kvconn={"lookup": 60.0}, policy="fail")
     second.run(REQUESTS)
@@ -89,7 +92,7 @@ def test_a_disk_that_hangs_holds_up_neither_requests_nor_the_end(
     filled(start, tmp_path)
     go = threading.Event()
     hung = mocker.patch.object(FsTier, "present", side_effect=lambda keys: go.wait(60) and [False] * len(keys))
-    mocker.patch.object(FsTier, "write", side_effect=lambda key, data: go.wait(60))
+    mocker.patch.object(FsTier, "write_all", side_effect=lambda blocks: go.wait(60) and [True] * len(blocks))
     engine = start(tmp_path, kvconn={"lookup": 0.05, "store": 0.2})
     engine.run(REQUESTS)
     assert engine.tokens == expected
@@ -183,7 +186,7 @@ def test_every_tier_tells_what_it_stored_and_removed(start: Start, tmp_path: Pat
         else:
             assert isinstance(event, BlockRemoved) and event.block_hashes
             there[event.medium].difference_update(event.block_hashes)
-    assert {bytes.fromhex(path.stem) for path in tmp_path.rglob("*.kv")} == there["fs"] and there["fs"]
+    assert keys_in(tmp_path) == there["fs"] and there["fs"]
     assert engine.connector is not None and len(engine.connector.scheduler.index) == len(there["host"]) == 8
 
 

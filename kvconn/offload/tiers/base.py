@@ -8,7 +8,9 @@ Contract of an implementation
    that were written for this key, namespace and share, or None. Wrong bytes are worse than none: check them.
 3. Methods may block for as long as the medium does. They run on threads of their own, are given up at a deadline, and
    may be called from several threads at once. They may raise OSError; everything else is logged as a bug.
-4. Keys are the engine's block hashes: at most 64 bytes, any bytes.
+4. Blocks are written up to :attr:`~SecondaryTier.batch` at a time, in one job: those are stored, or not stored, as
+   one. A tier for which fewer calls are cheaper says more than 1 and overrides :meth:`~SecondaryTier.write_all`.
+5. Keys are the engine's block hashes: at most 64 bytes, any bytes.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ class SecondaryTier(ABC):
     """One tier below host memory. ``name`` appears in KV events and counters."""
 
     name: str = "secondary"
+    batch: int = 1
 
     @abstractmethod
     def __init__(self, settings: Mapping[str, Any], identity: Identity, block_bytes: int) -> None: ...
@@ -39,6 +42,10 @@ class SecondaryTier(ABC):
     @abstractmethod
     def write(self, key: bytes, data: bytes) -> bool:
         """Store this rank's share of a block. True: it is there, now or already."""
+
+    def write_all(self, blocks: Sequence[tuple[bytes, bytes]]) -> list[bool]:
+        """:meth:`write` for some blocks, at most ``batch``."""
+        return [self.write(key, data) for key, data in blocks]
 
     @abstractmethod
     def read(self, key: bytes) -> bytes | None:

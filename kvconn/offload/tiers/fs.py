@@ -1,153 +1,184 @@
-"""The file tier: one file per block and share, in a directory that engines may share and that outlives them.
+"""The file tier: files of a few blocks each, in a directory that engines may share and that outlives them.
 
 Rules
-1. ``root_dir/<namespace>/<share>/<xx>/<key>.kv``, all in hex: what is not the same bytes has another name.
-2. A file is written under another name in its directory and renamed: readers see all of it or nothing. Nothing is
-   synced: after a crash of the machine, files may be torn or missing. That is a miss, and never wrong bytes:
-3. every file begins with what its namespace, share, key and length hash to, and with two sums over its data, of 32 and
-   64 bits. A file that is not exactly that is removed. The sums are quick and find accidents; they do not keep out
-   anybody who may write in ``root_dir``.
-4. ``max_bytes`` bounds one rank's share. The directory is scanned after each sixteenth of that which this engine
-   wrote, and the files longest unused are removed down to fifteen sixteenths; a second engine may add its own
-   sixteenth to the bound. Uses are the files' modification times.
-5. ``root_dir`` itself is never made: a disk that is not mounted must not fill the one below.
-6. Plain system calls, not NIXL's POSIX backend: docs/offloading.md, "Files", has the reason.
+1. ``root_dir/<namespace>/<share>/<writer>/<n>.kv``, all names ours: what is not the same bytes lies elsewhere, or under
+   another key. What is in a file: :mod:`.segments`; what is in the directory: :mod:`.shares`.
+2. Blocks that are written together are one file, which is made under another name and renamed: readers see all of it or
+   nothing. Nothing is synced: after a crash of the machine, files may be torn or missing. That is a miss, and never
+   wrong bytes: a file that is not exactly what was written is removed, with all its blocks.
+3. ``max_bytes`` bounds one rank's share, and a file has a sixteenth of that at most, or one block. The directory is
+   scanned after each sixteenth of that which this engine wrote, and the files longest unused are removed down to
+   fifteen sixteenths; a second engine may add its own sixteenth to the bound. Uses are the files' modification times.
+4. ``root_dir`` itself is never made: a disk that is not mounted must not fill the one below.
+5. Plain system calls, not NIXL's POSIX backend: docs/offloading.md, "Files", has the reason.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import itertools
 import os
+import secrets
 import threading
 import time
-import zlib
+from collections import deque
 from collections.abc import Iterator, Sequence
-
-import numpy as np
 
 from kvconn.config import FsTierSettings
 from kvconn.errors import ConfigError
 from kvconn.offload.keys import Identity
 from kvconn.offload.tiers.base import MAX_KEY, SecondaryTier
+from kvconn.offload.tiers.segments import BLOCKS_MAX, Place, length_of, pack, read_block
+from kvconn.offload.tiers.shares import TEMPORARY, WRITER, ShareIndex
 
 __all__ = ["FsTier"]
 
-MAGIC = b"kvconn2\n"
-DIGEST, SUMS = 16, 4 + 8
-HEADER = len(MAGIC) + SUMS + DIGEST
+Block = tuple[bytes, bytes]
 NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-SUFFIX, TEMPORARY = ".kv", ".tmp-"
 #: seconds after which a temporary file belongs to nobody any more
 ABANDONED = 600.0
 REMOVED_MAX = 4096
-#: one for all tiers of a process, so that no two write one temporary file
-_serial = itertools.count()
 
 
 class FsTier(SecondaryTier):
     """Blocks of ``block_bytes`` at most. Raises ConfigError."""
 
     name = "fs"
+    batch = BLOCKS_MAX
 
     def __init__(self, settings: FsTierSettings, identity: Identity, block_bytes: int) -> None:
-        if settings.max_bytes < HEADER + block_bytes:
-            raise ConfigError(
-                f"max_bytes: expected at least one block of {HEADER + block_bytes} bytes, got {settings.max_bytes}"
-            )
+        least = length_of(1, block_bytes)
+        if settings.max_bytes < least:
+            raise ConfigError(f"max_bytes: expected at least one block of {least} bytes, got {settings.max_bytes}")
         if not os.path.isdir(settings.root_dir):
             raise ConfigError(f"root_dir: expected a directory that exists, got {settings.root_dir!r}")
         self._root = settings.root_dir
         self._max = settings.max_bytes
-        self._block_bytes = block_bytes
+        #: blocks of a file, at most (rule 3)
+        self._together = max(1, min(BLOCKS_MAX, settings.max_bytes // 16 // least))
         self._identity = identity
+        self._shares = {
+            share: ShareIndex(settings.root_dir, identity, share, block_bytes)
+            for share in (identity.shares if identity.share is None else (identity.share,))
+        }
         self._lock = threading.Lock()
+        self._writer = secrets.token_hex(WRITER // 2)
+        self._next = 0
+        self._serial = itertools.count()
         self._used: int | None = None
         self._since_scan = 0
-        self._removed: list[bytes] = []
+        #: appended to and taken from without the lock, which is held over calls to the disk
+        self._removed: deque[bytes] = deque()
 
     # -- the tier ------------------------------------------------------------------------------------------------
 
     def present(self, keys: Sequence[bytes]) -> list[bool]:
-        return [all(os.path.exists(self._path(key, share)) for share in self._identity.shares) for key in keys]
+        with self._lock:
+            for share in self._shares.values():
+                self._look(share)
+            return [all(share.find(key) is not None for share in self._shares.values()) for key in keys]
 
     def write(self, key: bytes, data: bytes) -> bool:
-        share = self._share()
-        path = self._path(key, share)
-        with contextlib.suppress(FileNotFoundError):
-            os.utime(path)
-            return True
-        header = self._header(key, share, data)
-        length = len(header) + len(data)
-        self._make_room(length)
-        temporary = f"{os.path.dirname(path)}/{TEMPORARY}{os.getpid()}-{next(_serial)}"
-        try:
-            self._write_new(temporary, (header, data))
-            os.rename(temporary, path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
-            raise
-        with self._lock:
-            self._used = (self._used or 0) + length
-            self._since_scan += length
-        return True
+        return all(self.write_all([(key, data)]))
+
+    def write_all(self, blocks: Sequence[Block]) -> list[bool]:
+        new = list(self._unknown(blocks).items())
+        for at in range(0, len(new), self._together):
+            self._publish(new[at : at + self._together])
+        return [True] * len(blocks)
 
     def read(self, key: bytes) -> bytes | None:
-        share = self._share()
-        path = self._path(key, share)
+        found = self._find(key)
+        if found is None:
+            return None
+        path, place = found
         try:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
+            with self._lock:
+                self._share().drop(path)
             return None
         try:
-            header, data = os.read(fd, HEADER), _read(fd, self._block_bytes)
+            data = read_block(fd, place)
         finally:
             os.close(fd)
-        if header != self._header(key, share, data):
-            self._remove(path)
+        if data is None:
+            with self._lock:
+                self._remove(path)
             return None
         with contextlib.suppress(OSError):
             os.utime(path)
         return data
 
     def take_removed(self) -> list[bytes]:
+        return [self._removed.popleft() for _ in range(len(self._removed))]
+
+    # -- what is there -------------------------------------------------------------------------------------------
+
+    def _share(self) -> ShareIndex:
+        assert self._identity.share is not None, "a scheduler half moves no bytes"
+        return self._shares[self._identity.share]
+
+    def _look(self, share: ShareIndex) -> None:
+        share.look()
+        for path in share.take_bad():
+            if self._identity.share is not None:
+                self._remove(path)
+
+    def _find(self, key: bytes) -> tuple[str, Place] | None:
+        share = self._share()
         with self._lock:
-            removed, self._removed = self._removed, []
-        return removed
+            if share.find(key) is None:
+                self._look(share)
+            return share.find(key)
+
+    def _unknown(self, blocks: Sequence[Block]) -> dict[bytes, bytes]:
+        """Those that no file has; the files of the others count as used."""
+        share = self._share()
+        used: set[str] = set()
+        with self._lock:
+            self._look(share)
+            for key, _ in blocks:
+                assert 0 < len(key) <= MAX_KEY, "keys are bounded where they come in"
+                found = share.find(key)
+                if found is not None and found[0] not in used:
+                    try:
+                        os.utime(found[0])
+                        used.add(found[0])
+                    except FileNotFoundError:
+                        share.drop(found[0])
+            return {key: data for key, data in blocks if share.find(key) is None}
 
     # -- files ---------------------------------------------------------------------------------------------------
 
-    def _share(self) -> str:
-        assert self._identity.share is not None, "a scheduler half moves no bytes"
-        return self._identity.share
+    def _publish(self, blocks: Sequence[Block]) -> None:
+        """One file of these blocks, whole or not at all."""
+        share = self._share()
+        head, places = pack(share.owner, blocks)
+        parts = (head, *(data for _, data in blocks))
+        length = sum(map(len, parts))
+        with self._lock:
+            self._make_room(length)
+        temporary = f"{share.folder}/{TEMPORARY}/{self._writer}-{next(self._serial)}"
+        try:
+            self._write_new(temporary, parts)
+            with self._lock:
+                self._rename(temporary, share.path(self._writer, self._next))
+                share.add(self._writer, self._next, places)
+                self._next += 1
+                self._used = (self._used or 0) + length
+                self._since_scan += length
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
 
-    def _folder(self, share: str) -> str:
-        return f"{self._root}/{self._identity.namespace}/{share}"
-
-    def _path(self, key: bytes, share: str) -> str:
-        assert 0 < len(key) <= MAX_KEY, "keys are bounded where they come in"
-        name = key.hex()
-        return f"{self._folder(share)}/{name[:2]}/{name}{SUFFIX}"
-
-    def _header(self, key: bytes, share: str, data: bytes) -> bytes:
-        digest = hashlib.blake2b(len(data).to_bytes(8, "little"), digest_size=DIGEST)
-        for part in (self._identity.namespace.encode(), share.encode(), key):
-            digest.update(len(part).to_bytes(4, "little"))
-            digest.update(part)
-        words = np.frombuffer(data, np.dtype("<u8"), len(data) // 8)
-        total = int(np.add.reduce(words))
-        return MAGIC + zlib.crc32(data).to_bytes(4, "little") + total.to_bytes(8, "little") + digest.digest()
-
-    def _write_new(self, path: str, parts: tuple[bytes, bytes]) -> None:
+    def _write_new(self, path: str, parts: Sequence[bytes]) -> None:
         """The parts one behind the other, in one call: each costs this thread a wait for the interpreter."""
         try:
             fd = os.open(path, NEW, 0o600)
         except FileNotFoundError:
-            if not os.path.isdir(self._root):
-                raise FileNotFoundError(f"{self._root} is gone") from None
-            os.makedirs(os.path.dirname(path), exist_ok=True)
+            self._make_folder(path)
             fd = os.open(path, NEW, 0o600)
         try:
             written = os.writev(fd, parts)
@@ -158,16 +189,27 @@ class FsTier(SecondaryTier):
         finally:
             os.close(fd)
 
+    def _rename(self, temporary: str, path: str) -> None:
+        try:
+            os.rename(temporary, path)
+        except FileNotFoundError:  # the first one, or what was there has been removed
+            self._make_folder(path)
+            os.rename(temporary, path)
+
+    def _make_folder(self, path: str) -> None:
+        if not os.path.isdir(self._root):
+            raise FileNotFoundError(f"{self._root} is gone")
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+
     # -- room ----------------------------------------------------------------------------------------------------
 
     def _make_room(self, size: int) -> None:
-        with self._lock:
-            fits = self._used is not None and self._used + size <= self._max
-            if not fits or self._since_scan * 16 > self._max:
-                self._scan(size)
+        fits = self._used is not None and self._used + size <= self._max
+        if not fits or self._since_scan * 16 > self._max:
+            self._scan(size)
 
     def _scan(self, size: int) -> None:
-        """What is really there, other engines' files included; the longest unused goes (rule 4)."""
+        """What is really there, other engines' files included; the longest unused goes (rule 3)."""
         files = sorted(self._files())
         self._used = sum(length for _, length, _ in files)
         self._since_scan = 0
@@ -181,48 +223,43 @@ class FsTier(SecondaryTier):
             self._used -= length
 
     def _files(self) -> Iterator[tuple[float, int, str]]:
-        """(last use, length, path) of this share's files, temporary ones of others included."""
-        folder = self._folder(self._share())
+        """(last use, length, path) of this share's files, those of earlier versions and others' temporary ones
+        included. Directories without any are removed: nobody writes there, or whoever does makes it again."""
         old = time.time() - ABANDONED
-        for directory in _entries(folder):
-            for entry in _entries(directory.path) if directory.is_dir(follow_symlinks=False) else ():
+        for directory in _entries(self._share().folder):
+            entries = _entries(directory.path) if directory.is_dir(follow_symlinks=False) else []
+            if not entries and directory.name not in (TEMPORARY, self._writer):
+                with contextlib.suppress(OSError):
+                    os.rmdir(directory.path)
+            for entry in entries:
                 try:
                     stat = entry.stat(follow_symlinks=False)
                 except FileNotFoundError:  # removed by another engine
                     continue
-                if entry.name.startswith(TEMPORARY) and stat.st_mtime < old:
+                if directory.name == TEMPORARY and stat.st_mtime < old:
                     self._unlink(entry.path)
                 else:
                     yield stat.st_mtime, stat.st_size, entry.path
 
     def _remove(self, path: str) -> None:
-        with self._lock:
-            length = 0
-            with contextlib.suppress(FileNotFoundError):  # another engine was faster
-                length = os.path.getsize(path)
-            self._unlink(path)
-            if self._used is not None:
-                self._used = max(0, self._used - length)
+        """A file that is not what was written."""
+        length = 0
+        with contextlib.suppress(FileNotFoundError):  # another engine was faster
+            length = os.path.getsize(path)
+        self._unlink(path)
+        if self._used is not None:
+            self._used = max(0, self._used - length)
 
     def _unlink(self, path: str) -> None:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
-        name = os.path.basename(path)
-        if name.endswith(SUFFIX) and len(self._removed) < REMOVED_MAX:
-            with contextlib.suppress(ValueError):
-                self._removed.append(bytes.fromhex(name.removesuffix(SUFFIX)))
+        for key in self._share().drop(path):
+            if len(self._removed) < REMOVED_MAX:
+                self._removed.append(key)
 
     def __repr__(self) -> str:
         used = "not scanned" if self._used is None else f"{self._used}/{self._max} bytes"
         return f"FsTier({self._root} {used})"
-
-
-def _read(fd: int, limit: int) -> bytes:
-    """Up to the file's end, at most one byte more than ``limit``."""
-    data = os.read(fd, limit + 1)
-    while 0 < len(data) <= limit and (more := os.read(fd, limit + 1 - len(data))):
-        data += more
-    return data
 
 
 def _entries(folder: str) -> list[os.DirEntry[str]]:
