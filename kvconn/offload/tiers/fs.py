@@ -57,10 +57,7 @@ class FsTier(SecondaryTier):
         #: blocks of a file, at most (rule 3)
         self._together = max(1, min(BLOCKS_MAX, settings.max_bytes // 16 // least))
         self._identity = identity
-        self._shares = {
-            share: ShareIndex(settings.root_dir, identity, share, block_bytes)
-            for share in (identity.shares if identity.share is None else (identity.share,))
-        }
+        self._shares = {share: ShareIndex(settings.root_dir, identity, share, block_bytes) for share in identity.shares}
         self._lock = threading.Lock()
         self._writer = secrets.token_hex(WRITER // 2)
         self._next = 0
@@ -88,10 +85,35 @@ class FsTier(SecondaryTier):
         return [True] * len(blocks)
 
     def read(self, key: bytes) -> bytes | None:
-        found = self._find(key)
-        if found is None:
-            return None
-        path, place = found
+        while (found := self._find(key)) is not None:  # a file that fails is forgotten, and another may have the block
+            data = self._read_at(*found)
+            if data is not None:
+                return data
+        return None
+
+    def take_removed(self) -> list[bytes]:
+        return [self._removed.popleft() for _ in range(len(self._removed))]
+
+    # -- what is there -------------------------------------------------------------------------------------------
+
+    def _share(self) -> ShareIndex:
+        assert self._identity.share is not None, "a scheduler half moves no bytes"
+        return self._shares[self._identity.share]
+
+    def _look(self, share: ShareIndex) -> None:
+        share.look()
+        bad = share.take_bad()
+        for path in bad if share is self._shares.get(self._identity.share or "") else ():
+            self._remove(path)
+
+    def _find(self, key: bytes) -> tuple[str, Place] | None:
+        share = self._share()
+        with self._lock:
+            if share.find(key) is None:
+                self._look(share)
+            return share.find(key)
+
+    def _read_at(self, path: str, place: Place) -> bytes | None:
         try:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -109,28 +131,6 @@ class FsTier(SecondaryTier):
         with contextlib.suppress(OSError):
             os.utime(path)
         return data
-
-    def take_removed(self) -> list[bytes]:
-        return [self._removed.popleft() for _ in range(len(self._removed))]
-
-    # -- what is there -------------------------------------------------------------------------------------------
-
-    def _share(self) -> ShareIndex:
-        assert self._identity.share is not None, "a scheduler half moves no bytes"
-        return self._shares[self._identity.share]
-
-    def _look(self, share: ShareIndex) -> None:
-        share.look()
-        for path in share.take_bad():
-            if self._identity.share is not None:
-                self._remove(path)
-
-    def _find(self, key: bytes) -> tuple[str, Place] | None:
-        share = self._share()
-        with self._lock:
-            if share.find(key) is None:
-                self._look(share)
-            return share.find(key)
 
     def _unknown(self, blocks: Sequence[Block]) -> dict[bytes, bytes]:
         """Those that no file has; the files of the others count as used."""

@@ -4,8 +4,10 @@ Rules
 1. ``<folder>/<writer>/<n>.kv``: whoever writes has a directory of its own, and numbers what it publishes there without
    a gap. So one look per writer, for the next number, finds what is new.
 2. What others removed leaves gaps, which a look for the next number does not pass, and entries of files that are gone.
-   A missing file is a miss wherever one is opened; each RELISTth look lists all directories and mends the rest.
-3. A block that two writers published is known where it was seen last; when that segment goes, the block is a miss.
+   So a directory that changed, though it has no next number, is listed. File systems tell changes with their clocks'
+   ticks only: what that misses is mended by each RELISTth look, which lists everything. A missing file is a miss
+   wherever one is opened.
+3. A block that two writers published is known at both.
 Not safe for several threads at once: its owner locks.
 """
 
@@ -29,9 +31,11 @@ RELIST = 64
 
 @dataclass
 class _Writer:
-    """One directory. ``next``: the number to look for; ``segments``: keys by number."""
+    """One directory. ``next``: the number to look for; ``segments``: keys by number; ``changed``: when the directory
+    was, None: it may have been by what we know of."""
 
     next: int = 0
+    changed: int | None = None
     segments: dict[int, list[bytes]] = field(default_factory=dict)
 
 
@@ -43,14 +47,15 @@ class ShareIndex:
         self.owner = key_of(identity.namespace, share)
         self._block_bytes = block_bytes
         self._writers: dict[str, _Writer] = {}
-        self._places: dict[bytes, tuple[str, Place]] = {}
+        self._places: dict[bytes, tuple[tuple[str, Place], ...]] = {}
         self._looks = 0
         #: files that are no segments, since the last call of :meth:`take_bad`
         self._bad: list[str] = []
 
     def find(self, key: bytes) -> tuple[str, Place] | None:
         """The segment that has ``key``, and where in it."""
-        return self._places.get(key)
+        places = self._places.get(key)
+        return places[-1] if places is not None else None
 
     def look(self) -> None:
         """Take in what was published, and forget what is gone (rules 1 and 2)."""
@@ -68,7 +73,7 @@ class ShareIndex:
                 self._follow(name)
 
     def _list(self, name: str) -> None:
-        writer = self._writers.setdefault(name, _Writer())
+        writer, changed = self._writers.setdefault(name, _Writer()), self._changed(name)
         names = {one.removesuffix(SUFFIX) for one in _names(f"{self.folder}/{name}") if one.endswith(SUFFIX)}
         there = {int(one) for one in names if one.isascii() and one.isdecimal()}
         for gone in writer.segments.keys() - there:
@@ -77,13 +82,24 @@ class ShareIndex:
             with contextlib.suppress(OSError):  # one file that cannot be read must not hide the others
                 self._take(name, number)
         writer.next = max(writer.next, max(there, default=-1) + 1)
+        writer.changed = changed
 
     def _follow(self, name: str) -> None:
         writer = self._writers[name]
+        number = writer.next
         with contextlib.suppress(OSError):
-            number = writer.next
             while self._take(name, number):
                 number = writer.next = number + 1
+            changed = self._changed(name)
+            if writer.changed is None:
+                writer.changed = changed
+            elif writer.changed != changed:
+                self._list(name)
+
+    def _changed(self, name: str) -> int | None:
+        with contextlib.suppress(OSError):
+            return os.stat(f"{self.folder}/{name}").st_mtime_ns
+        return None
 
     def _take(self, name: str, number: int) -> bool:
         """Learn what a segment has. False: there is none."""
@@ -106,10 +122,12 @@ class ShareIndex:
         """A segment that is there."""
         path = self.path(name, number)
         writer = self._writers.setdefault(name, _Writer())
-        known = {place.key: (path, place) for place in places}
+        known = {place.key: place for place in places}
         writer.segments[number] = list(known)
         writer.next = max(writer.next, number + 1)
-        self._places.update(known)
+        writer.changed = None
+        for key, place in known.items():
+            self._places[key] = (*self._places.get(key, ()), (path, place))
 
     def path(self, name: str, number: int) -> str:
         return f"{self.folder}/{name}/{number}{SUFFIX}"
@@ -124,10 +142,13 @@ class ShareIndex:
 
     def _forget(self, name: str, number: int) -> list[bytes]:
         path = self.path(name, number)
-        keys = self._writers[name].segments.pop(number, [])
-        gone = [key for key in keys if self._places.get(key, ("",))[0] == path]
-        for key in gone:
-            del self._places[key]
+        gone = []
+        for key in self._writers[name].segments.pop(number, ()):
+            left = tuple(place for place in self._places.pop(key) if place[0] != path)
+            if left:
+                self._places[key] = left
+            else:
+                gone.append(key)
         return gone
 
     def take_bad(self) -> list[str]:
