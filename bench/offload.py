@@ -15,7 +15,7 @@ from functools import partial
 import numpy as np
 
 from bench.measure import Series, Table, alternate, wall
-from kvconn.config import FsTierSettings
+from kvconn.config import LIMITS, FsTierSettings
 from kvconn.geometry import Region
 from kvconn.offload.copier import DramCopier
 from kvconn.offload.keys import Identity
@@ -29,8 +29,6 @@ KIB = 1024
 SHAPES = ((16 * KIB, 4), (64 * KIB, 16), (256 * KIB, 32), (2048 * KIB, 32))
 #: bytes per turn
 TURN = 16 * 1024 * KIB
-#: that the blocks' files lie in; they are made in the first turn
-FOLDERS = 4
 IDENTITY = Identity("bench", ("all",), "all")
 
 
@@ -104,6 +102,7 @@ class Files:
     def __init__(self, root: str, block_bytes: int) -> None:
         self.block_bytes, self.count = block_bytes, TURN // block_bytes
         self.tier = FsTier(FsTierSettings("fs", root, 1 << 40), IDENTITY, block_bytes)
+        self.together = min(self.tier.batch, LIMITS.save_bytes // block_bytes)
         self.slots = HostTier(self.count, block_bytes)
         self.slots.write(0, os.urandom(self.slots.slots * block_bytes))
         self.serial = itertools.count()
@@ -116,12 +115,14 @@ class Files:
 
     def store(self) -> float:
         numbers = itertools.islice(self.serial, self.count)
-        self.newest = [bytes([n % FOLDERS]) + n.to_bytes(31, "little") for n in numbers]
+        self.newest = [n.to_bytes(32, "little") for n in numbers]
         return wall(self._store)
 
     def _store(self) -> None:
-        for slot, key in enumerate(self.newest):
-            self.tier.write(key, self.slots.read(slot, self.block_bytes))
+        """As the worker half does: some blocks at once, copied first."""
+        for at in range(0, self.count, self.together):
+            keys = self.newest[at : at + self.together]
+            self.tier.write_all([(key, self.slots.read(at + k, self.block_bytes)) for k, key in enumerate(keys)])
 
     def load(self) -> float:
         return wall(self._load)
@@ -149,9 +150,8 @@ class Files:
         return all_of_them
 
     def create(self) -> float:
-        """As many empty files in the same places: opened, closed, renamed."""
-        folder, empty = f"{self.root}/{IDENTITY.namespace}/{IDENTITY.share}", next(self.serial)
-        names = [f"{folder}/{key[:1].hex()}/{key.hex()}.empty-{empty}" for key in self.newest]
+        """As many empty files: opened, closed, renamed."""
+        names = [f"{self.root}/empty-{next(self.serial)}" for _ in range(0, self.count, self.together)]
 
         def all_of_them() -> None:
             for name in names:
