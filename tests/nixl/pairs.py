@@ -6,13 +6,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any
-from unittest.mock import patch
 
 from kvconn.base import FinishReason, RequestView
 from kvconn.testing import LoopbackNet, ManualClock
-from tests.sim.channel import Client, Directory, Server
+from tests.sim.channel import Directory, simulated
 from tests.sim.tables import left_over
 from tests.support import NIXL_CONSUMER, NIXL_PRODUCER, Side
 
@@ -32,13 +30,8 @@ class Net:
         self.loaded: dict[str, tuple[Side, RequestView, list[int]]] = {}
 
     def side(self, name: str, transfer: dict[str, Any], **kwargs: Any) -> Side:
-        with ExitStack() as stack:
-            for target, fake in (
-                ("kvconn.nixl.contacts.HandshakeClient", lambda timeout, **_: Client(self, timeout)),
-                ("kvconn.nixl.scheduler.HandshakeServer", lambda *a: Server(self.directory, *a[:3])),
-            ):
-                stack.enter_context(patch(target, fake))
-            kwargs = {"clock": self.clock, "make_transport": self.net.transport} | kwargs
+        kwargs = {"clock": self.clock, "make_transport": self.net.transport} | kwargs
+        with simulated(self):
             side = Side(name, transfer, **kwargs)
         self.sides.append(side)
         return side

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import msgspec
 import pytest
@@ -16,7 +15,7 @@ from kvconn.base import FinishReason, GroupView, RequestView, StepView
 from kvconn.config import ParallelConfig
 from kvconn.nixl.wire import HandshakePayload
 from kvconn.testing import LoopbackNet, ManualClock
-from tests.sim.channel import Client, Directory, Server
+from tests.sim.channel import Client, Directory, simulated
 from tests.support import BLOCK_SIZE, LAYERS, NIXL_CONSUMER, NIXL_PRODUCER, Side
 
 LEASE = 30.0
@@ -85,10 +84,7 @@ class Fleet:
         self.sides: list[Side] = []
 
     def side(self, name: str, transfer: dict[str, Any], **kwargs: Any) -> Side:
-        with (
-            patch("kvconn.nixl.contacts.HandshakeClient", lambda timeout, **_: _Client(self, timeout)),
-            patch("kvconn.nixl.scheduler.HandshakeServer", lambda *a: Server(self.directory, *a[:3])),
-        ):
+        with simulated(self, _Client):
             side = Side(name, transfer, clock=self.clock, make_transport=self.net.transport, **kwargs)
         self.sides.append(side)
         return side

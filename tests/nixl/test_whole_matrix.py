@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 from hypothesis import given, settings
@@ -23,7 +22,7 @@ from tests.nixl.test_matrix import PAIRS, loads
 from tests.nixl.test_token_positions import D_FILL, P_FILL, Load, check, pairs
 from tests.nixl.test_token_positions import loads as drawn_loads
 from tests.nixl.whole import Whole
-from tests.sim.channel import Client, Directory, Server
+from tests.sim.channel import Directory, simulated
 from tests.support import NIXL_CONSUMER, NIXL_PRODUCER, wait_until
 
 LEASE = 30.0
@@ -54,15 +53,8 @@ class Wires:
             self._ahead += LEASE + 10
 
     def side(self, name: str, engine: Engine, transfer: dict[str, Any], fill: int) -> Whole:
-        with ExitStack() as stack:
-            make: Callable[[], Transport] = _nixl
-            if self.net is not None:
-                make = self.net.transport
-                for target, fake in (
-                    ("kvconn.nixl.contacts.HandshakeClient", lambda timeout, **_: Client(self, timeout)),
-                    ("kvconn.nixl.scheduler.HandshakeServer", lambda *a: Server(self.directory, *a[:3])),
-                ):
-                    stack.enter_context(patch(target, fake))
+        make: Callable[[], Transport] = _nixl if self.net is None else self.net.transport
+        with nullcontext() if self.net is None else simulated(self):
             side = Whole(name, engine, transfer, fill, self.clock, make)
         self.sides.append(side)
         return side

@@ -4,15 +4,29 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 from kvconn.nixl.sideclient import HandshakeResult
 from kvconn.params import PeerKey
 
 #: (host, port) -> payload by (pp, tp)
 Directory = dict[tuple[str, int], dict[tuple[int, int], bytes]]
+
+
+@contextmanager
+def simulated(world: Any, client: Callable[[Any, float], Client] | None = None) -> Iterator[None]:
+    """Halves that are made in here use this channel. ``world`` has a ``directory``, a ``clock`` and says whether it is
+    ``mute``."""
+    make = client or Client
+    with (
+        patch("kvconn.nixl.contacts.HandshakeClient", lambda timeout, **_: make(world, timeout)),
+        patch("kvconn.nixl.scheduler.HandshakeServer", lambda *a: Server(world.directory, *a[:3])),
+    ):
+        yield
 
 
 class Server:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Collection
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
@@ -27,7 +26,7 @@ from kvconn.ledger import _ranks
 from kvconn.nixl.wire import Done, Heartbeat, parse_notification
 from kvconn.testing import LoopbackNet, ManualClock
 from kvconn.testing.holding import HoldingConnector
-from tests.sim.channel import Client, Directory, Server
+from tests.sim.channel import Directory, simulated
 from tests.sim.engine import Engine, all_tables, leaves
 from tests.sim.shapes import LEASE, Shape
 
@@ -113,13 +112,7 @@ class World:
     def start(self, name: str, port: int) -> Engine:
         """A new engine at this port."""
         serves = name.startswith("P")
-        with ExitStack() as stack:
-            for target, fake in (
-                ("kvconn.nixl.contacts.HandshakeClient", lambda timeout, **_: Client(self, timeout)),
-                ("kvconn.nixl.scheduler.HandshakeServer", lambda *a: Server(self.directory, *a[:3])),
-                ("kvconn.nixl.reader.SCRATCH", SCRATCH),
-            ):
-                stack.enter_context(patch(target, fake))
+        with simulated(self), patch("kvconn.nixl.reader.SCRATCH", SCRATCH):
             engine = Engine(
                 self,
                 name,
