@@ -14,6 +14,7 @@ Rules
 from __future__ import annotations
 
 import copy
+import functools
 from collections import OrderedDict
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -26,7 +27,7 @@ from kvconn.errors import ConfigError
 
 __all__ = ["KVOutputAggregator", "Owed"]
 
-_DIRECTIONS: tuple[tuple[Direction, str], ...] = (("send", "finished_sending"), ("recv", "finished_recving"))
+_Key = tuple[Direction, str]
 _MERGED = ("kv_connector_stats", "kv_cache_events", "kv_connector_worker_meta")
 
 
@@ -43,7 +44,8 @@ class _Entry:
     __slots__ = ("expected", "failed", "ranks", "since")
 
     def __init__(self, since: float | None, expected: bool) -> None:
-        self.ranks: set[int] = set()
+        #: those that reported, as bits
+        self.ranks = 0
         self.since = since
         self.expected = expected
         self.failed = False
@@ -58,8 +60,8 @@ class KVOutputAggregator:
         self.world = world
         self.need = world if quorum is None else quorum
         self._memory = memory
-        self._entries: dict[tuple[Direction, str], _Entry] = {}
-        self._unexpected: OrderedDict[tuple[Direction, str], None] = OrderedDict()
+        self._entries: dict[_Key, _Entry] = {}
+        self._unexpected: OrderedDict[_Key, None] = OrderedDict()
         self._sent: OrderedDict[str, None] = OrderedDict()
         #: receives that were expected and are complete
         self._received: OrderedDict[str, None] = OrderedDict()
@@ -106,28 +108,55 @@ class KVOutputAggregator:
         """
         if len(outputs) != self.world:
             raise ValueError(f"expected {self.world} outputs, one per rank, got {len(outputs)}")
-        for rank, output in enumerate(outputs):
-            part = getattr(output, "kv_connector_output", None)
-            if part is not None:
-                self._take(rank, part, now)
+        self._hear(outputs, now)
         base = outputs[output_rank]
         if not base:
             return None
-        result = copy.copy(base)
+        result = _copied(base)
         result.kv_connector_output = self._emit(getattr(base, "kv_connector_output", None))
         return result
 
-    def _take(self, rank: int, part: Any, now: float | None) -> None:
-        self._kind = part
-        for id in getattr(part, "failed_recving", None) or ():
+    def _hear(self, outputs: Sequence[Any], now: float | None) -> None:
+        """What the ranks say, in their order. Those next to each other that name the same ids are taken as one."""
+        named: tuple[Any, Any, Any] | None = None
+        ranks = 0
+        for rank, output in enumerate(outputs):
+            part = getattr(output, "kv_connector_output", None)
+            if part is None:
+                continue
+            self._kind = part
+            try:
+                ids = part.finished_sending, part.finished_recving, part.failed_recving
+                blocks, stats = part.invalid_block_ids, part.kv_connector_stats
+                events, meta = part.kv_cache_events, part.kv_connector_worker_meta
+            except AttributeError:
+                ids, blocks, stats, events, meta = _present(part)
+            if ids[0] or ids[1] or ids[2]:
+                if ids != named:
+                    self._take(named, ranks, now)
+                    named, ranks = ids, 0
+                ranks |= 1 << rank
+            if blocks:
+                self._invalid |= blocks
+            if stats is not None or events is not None or meta is not None:
+                self._merge((stats, events, meta))
+        self._take(named, ranks, now)
+
+    def _take(self, named: tuple[Any, Any, Any] | None, ranks: int, now: float | None) -> None:
+        """``ranks``, as bits, name ids that were sent, received, and failed."""
+        if named is None:
+            return
+        sent, received, failed = named
+        for id in failed or ():
             self._note_failed(id, now)
-        for direction, attribute in _DIRECTIONS:
-            for id in getattr(part, attribute, None) or ():
-                self._report(direction, id, rank, now)
+        for id in sent or ():
+            self._report("send", id, ranks, now)
+        for id in received or ():
+            self._report("recv", id, ranks, now)
         self._trim()
-        self._invalid |= getattr(part, "invalid_block_ids", None) or set()
-        for name in _MERGED:
-            value = getattr(part, name, None)
+
+    def _merge(self, values: tuple[Any, Any, Any]) -> None:
+        for name, value in zip(_MERGED, values, strict=True):
             if value is not None:
                 held = self._carry.get(name)
                 self._carry[name] = value if held is None else held.aggregate(value)
@@ -136,41 +165,54 @@ class KVOutputAggregator:
         if id in self._done["recv"]:  # complete, waiting for the output rank
             self._failed.add(id)
         elif id not in self._received or ("recv", id) in self._entries:
-            self._entry(("recv", id), now).failed = True
+            key: _Key = ("recv", id)
+            entry = self._entries.get(key)
+            (self._open(key, now) if entry is None else entry).failed = True
 
-    def _entry(self, key: tuple[Direction, str], now: float | None) -> _Entry:
-        entry = self._entries.get(key)
-        if entry is None:
-            entry = self._entries[key] = _Entry(now, expected=False)
-            self._unexpected[key] = None
+    def _open(self, key: _Key, now: float | None) -> _Entry:
+        self._unexpected[key] = None
+        entry = self._entries[key] = _Entry(now, expected=False)
         return entry
 
-    def _report(self, direction: Direction, id: str, rank: int, now: float | None) -> None:
+    def _report(self, direction: Direction, id: str, ranks: int, now: float | None) -> None:
         key = (direction, id)
-        memory = self._memory_of(direction)
-        if id in memory and key not in self._entries:
+        entry = self._entries.get(key)
+        if entry is None and id in (memory := self._memory_of(direction)):
             memory.move_to_end(id)
-            self.duplicates += 1
+            self.duplicates += ranks.bit_count()
             return
-        entry = self._entry(key, now)
-        if rank in entry.ranks:
-            self.duplicates += 1
-            return
-        entry.ranks.add(rank)
-        if len(entry.ranks) >= self.need:
-            self._complete(key)
+        heard = 0 if entry is None else entry.ranks
+        count = (heard | ranks).bit_count()
+        if heard & ranks or count > self.need:
+            self._report_in_turn(direction, id, ranks, now)
+        elif count == self.need:
+            self._complete(key, entry)
+        else:
+            (self._open(key, now) if entry is None else entry).ranks = heard | ranks
 
-    def _complete(self, key: tuple[Direction, str]) -> None:
+    def _report_in_turn(self, direction: Direction, id: str, ranks: int, now: float | None) -> None:
+        """Some of these have reported before, or are more than are needed: it matters who comes first."""
+        entry = self._entries.get((direction, id))
+        if ranks.bit_count() == 1 and entry is not None:
+            self.duplicates += 1
+            return
+        for rank in range(ranks.bit_length()):
+            if ranks >> rank & 1:
+                self._report(direction, id, 1 << rank, now)
+
+    def _complete(self, key: _Key, entry: _Entry | None) -> None:
+        """Every rank that is needed has reported; ``entry``: if it was open before that."""
         direction, id = key
-        entry = self._entries.pop(key)
-        self._unexpected.pop(key, None)
+        if entry is not None:
+            del self._entries[key]
+            self._unexpected.pop(key, None)
+            if entry.failed:
+                self._failed.add(id)
         self._done[direction].add(id)
-        if entry.failed:
-            self._failed.add(id)
-        if direction == "send" or entry.expected:
+        if direction == "send" or (entry is not None and entry.expected):
             memory = self._memory_of(direction)
             memory[id] = None
-            while len(memory) > self._memory:
+            if len(memory) > self._memory:
                 memory.popitem(last=False)
 
     def _trim(self) -> None:
@@ -181,24 +223,30 @@ class KVOutputAggregator:
 
     def _emit(self, own: Any) -> Any:
         prototype = own if own is not None else self._kind
-        part = copy.copy(prototype) if prototype is not None else SimpleNamespace()
-        sent, received = self._done["send"], self._done["recv"]
-        self._done = {"send": set(), "recv": set()}
-        failed, self._failed = self._failed, set()
-        part.finished_sending = sent or None
-        part.finished_recving = received or None
-        part.failed_recving = failed or None
+        part = _copied(prototype) if prototype is not None else SimpleNamespace()
+        part.finished_sending, part.finished_recving = self._fetch("send"), self._fetch("recv")
+        part.failed_recving = part.kv_connector_stats = part.kv_cache_events = part.kv_connector_worker_meta = None
+        if self._failed:
+            part.failed_recving, self._failed = self._failed, set()
         part.invalid_block_ids, self._invalid = self._invalid, set()
-        for name in _MERGED:
-            setattr(part, name, self._carry.pop(name, None))
+        for name, value in self._carry.items():
+            setattr(part, name, value)
+        self._carry.clear()
         self._kind = None
         return part
+
+    def _fetch(self, direction: Direction) -> set[str] | None:
+        done = self._done[direction]
+        if not done:
+            return None
+        self._done[direction] = set()
+        return done
 
     def pending(self) -> list[Owed]:
         """Ids that some ranks reported or the engine expects, with the ranks still owed; oldest first."""
         world = range(self.world)
         return [
-            Owed(direction, id, tuple(r for r in world if r not in entry.ranks), entry.since)
+            Owed(direction, id, tuple(r for r in world if not entry.ranks >> r & 1), entry.since)
             for (direction, id), entry in self._entries.items()
         ]
 
@@ -207,3 +255,30 @@ class KVOutputAggregator:
             f"KVOutputAggregator(world={self.world} need={self.need} pending={len(self._entries)} "
             f"duplicates={self.duplicates})"
         )
+
+
+def _present(part: Any) -> tuple[tuple[Any, Any, Any], Any, Any, Any, Any]:
+    """What a part without some of the attributes says."""
+    ids = tuple(getattr(part, name, None) for name in ("finished_sending", "finished_recving", "failed_recving"))
+    blocks, stats, events, meta = (getattr(part, name, None) for name in ("invalid_block_ids", *_MERGED))
+    return (ids[0], ids[1], ids[2]), blocks, stats, events, meta
+
+
+class _Plain:
+    """Attributes, and nothing else."""
+
+
+@functools.lru_cache(64)
+def _is_plain(cls: type) -> bool:
+    own = {"__slots__", "__copy__", "__getstate__", "__setstate__"}
+    return cls.__basicsize__ == _Plain.__basicsize__ and not any(own & vars(one).keys() for one in cls.__mro__[:-1])
+
+
+def _copied(one: Any) -> Any:
+    """A shallow copy. ``copy.copy`` is most of an empty step's cost, and nearly all that comes here is plain."""
+    cls: Any = type(one)
+    if not _is_plain(cls):
+        return copy.copy(one)
+    new = cls.__new__(cls)
+    new.__dict__.update(one.__dict__)
+    return new

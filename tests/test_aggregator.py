@@ -309,6 +309,14 @@ class TestTheCount:
         assert part(aggregator.aggregate([sent("r"), None, None, None])).finished_sending == {"r"}
         assert part(aggregator.aggregate([Output(), sent("r"), None, None])).finished_sending is None
 
+    def test_ranks_beyond_a_quorum_in_its_step_come_after_it(self) -> None:
+        aggregator = KVOutputAggregator(4, quorum=2)
+        result = part(aggregator.aggregate([sent("r"), sent("r"), sent("r", "q"), Output()]))
+        assert (result.finished_sending, aggregator.duplicates) == ({"r"}, 1)
+        result = part(aggregator.aggregate([received("p"), received("p"), received("p"), Output()]))
+        assert result.finished_recving == {"p"}
+        assert [(o.id, o.ranks) for o in aggregator.pending()] == [("q", (0, 1, 3)), ("p", (0, 1, 3))]
+
     @pytest.mark.parametrize(("world", "quorum"), [(0, None), (2, 0), (2, 3), (-1, None)])
     def test_impossible_numbers_are_refused(self, world: int, quorum: int | None) -> None:
         with pytest.raises(ConfigError, match=f"quorum={quorum} world={world}"):
@@ -324,6 +332,16 @@ class TestTheResult:
         assert result.tokens is base.tokens
         assert result.kv_connector_output is not base.kv_connector_output
         assert type(result.kv_connector_output) is KVConnectorOutput
+
+    def test_objects_that_are_more_than_their_attributes_are_copied_whole(self) -> None:
+        class Slotted(KVConnectorOutput):
+            __slots__ = ("mark",)
+
+        theirs = Slotted(finished_sending={"r"})
+        theirs.mark = 7
+        result = part(KVOutputAggregator(1).aggregate([Output(theirs)]))
+        assert type(result) is Slotted
+        assert (result.mark, result.finished_sending) == (7, {"r"})
 
     def test_inputs_are_never_mutated(self) -> None:
         aggregator = KVOutputAggregator(2)
@@ -474,9 +492,10 @@ def test_the_aggregator_behaves_as_the_naive_model() -> None:
 class CountsReports(KVOutputAggregator):
     """Mutant: every report counts, whoever it is from: the bug class this project exists for."""
 
-    def _report(self, direction: Direction, id: str, rank: int, now: float | None) -> None:
+    def _report(self, direction: Direction, id: str, ranks: int, now: float | None) -> None:
         entry = self._entries.get((direction, id))
-        super()._report(direction, id, len(entry.ranks) if entry is not None else 0, now)
+        others = 0 if entry is None else entry.ranks.bit_count()
+        super()._report(direction, id, (1 << ranks.bit_count()) - 1 << others, now)
 
 
 class LosesWhileSilent(KVOutputAggregator):
@@ -489,18 +508,18 @@ class LosesWhileSilent(KVOutputAggregator):
 class ForgetsSends(KVOutputAggregator):
     """Mutant: a late duplicate of a completed send opens it again."""
 
-    def _complete(self, key: tuple[Direction, str]) -> None:
-        super()._complete(key)
+    def _complete(self, key: tuple[Direction, str], entry: Any) -> None:
+        super()._complete(key, entry)
         self._sent.clear()
 
 
 class RemembersReceives(KVOutputAggregator):
     """Mutant: a second receive of an id is taken for a duplicate."""
 
-    def _report(self, direction: Direction, id: str, rank: int, now: float | None) -> None:
+    def _report(self, direction: Direction, id: str, ranks: int, now: float | None) -> None:
         if direction == "recv" and id in self._sent:
             return
-        super()._report(direction, id, rank, now)
+        super()._report(direction, id, ranks, now)
         if direction == "recv" and id in self._done["recv"]:
             self._sent[id] = None
 
