@@ -360,6 +360,13 @@ class KVConnectorOutput:
     kv_connector_worker_meta: Any = None
     failure_reasons: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def silent(self) -> bool:
+        """Nobody says anything that a connector decides about: so are most steps."""
+        return self.kv_connector_worker_meta is None and not (
+            self.finished_sending or self.finished_recving or self.failed_recving or self.invalid_block_ids
+        )
+
 
 class KVConnector(ABC):
     """A KV connector: one class, two roles.
@@ -375,6 +382,8 @@ class KVConnector(ABC):
     """
 
     role: ConnectorRole
+    #: False: an output that is ``silent`` changes nothing in this half, which need not be shown it
+    hears_silence: bool = True
     _metadata: ConnectorMetadata | None = None
 
     # -- scheduler half ------------------------------------------------------------------------------------------

@@ -227,8 +227,8 @@ def filter_output(output: KVConnectorOutput, reports: Reports) -> None:
     meta = output.kv_connector_worker_meta
     facts = meta.facts if isinstance(meta, WorkerFacts) else ()
     sets = (output.finished_sending or (), output.finished_recving or (), output.failed_recving or ())
-    emit = reports(*sets, facts) if facts or any(sets) else Emit()  # most steps say nothing
-    emit.replace_sets(output)
+    if facts or any(sets):  # most steps say nothing
+        reports(*sets, facts).replace_sets(output)
 
 
 class CompletionGate:

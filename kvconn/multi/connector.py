@@ -10,6 +10,8 @@ Rules
 2. Every child is polled once per poll, and bound to its own metadata.
 3. An engine's set is replaced, never mutated: one-process executors share it.
 4. ``shutdown`` reaches every child even when one raises.
+5. In most steps nobody has news: every child is asked all the same, and what is ours ends there. Left out are hooks
+   that a child has not got: the interface's own do nothing.
 """
 
 from __future__ import annotations
@@ -18,11 +20,12 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
 from kvconn.base import (
+    NO_RESULTS,
     BlockIds,
     ConnectorMetadata,
     ConnectorRole,
@@ -42,6 +45,7 @@ from kvconn.base import (
 from kvconn.config import ConnectorConfig
 from kvconn.errors import ConfigError, ContractError
 from kvconn.factory import get_connector_class
+from kvconn.ledger import Emit
 from kvconn.metrics import Meter, Stats
 from kvconn.multi.children import GetClass, MakeChild, build_children, make_child
 from kvconn.multi.policy import (
@@ -54,9 +58,22 @@ from kvconn.multi.policy import (
 )
 from kvconn.multi.ranges import Ask, Match, choose, merge_params
 
-__all__ = ["MultiConnector", "MultiHandshake", "MultiMetadata"]
+__all__ = ["HOOKS", "MultiConnector", "MultiHandshake", "MultiMetadata"]
 
 log = logging.getLogger("kvconn.multi")
+
+
+#: called in every step, or for every layer of it
+HOOKS: Final = (
+    "handle_preemptions",
+    "start_load_kv",
+    "wait_for_layer_load",
+    "save_kv_layer",
+    "wait_for_save",
+    "get_block_ids_with_load_errors",
+    "build_connector_worker_meta",
+    "get_kv_connector_stats",
+)
 
 
 @dataclass(frozen=True)
@@ -102,8 +119,20 @@ class MultiConnector(KVConnector):
         self._rank = RankGate(config.rank or 0)
         self._matches: dict[str, Match] = {}
         self._layers: tuple[str, ...] = ()
+        #: who has a hook of its own, with its place
+        self._hooked = {hook: self._having(hook) for hook in HOOKS}
+        self._hearing = tuple((index, child) for index, child in enumerate(self.children) if child.hears_silence)
+        self.hears_silence = bool(self._hearing)
         #: children whose synchronous loads of the bound step this half waits for itself.
         self._waits: tuple[int, ...] = ()
+
+    def _having(self, hook: str) -> tuple[tuple[int, KVConnector], ...]:
+        nothing = getattr(KVConnector, hook)
+        return tuple(
+            (index, child)
+            for index, child in enumerate(self.children)
+            if getattr(getattr(child, hook), "__func__", None) is not nothing
+        )
 
     # -- scheduler half ------------------------------------------------------------------------------------------
 
@@ -146,7 +175,7 @@ class MultiConnector(KVConnector):
                 child.update_state_after_alloc(request, match.blocks(blocks, part, self._block_size), part.n)
 
     def build_connector_meta(self, step: StepView) -> ConnectorMetadata:
-        return MultiMetadata(tuple(child.build_connector_meta(step) for child in self.children), self._gate.step())
+        return MultiMetadata(tuple([child.build_connector_meta(step) for child in self.children]), self._gate.step())
 
     def request_finished(
         self, request: RequestView, blocks: BlockIds, reason: FinishReason
@@ -165,23 +194,46 @@ class MultiConnector(KVConnector):
         return bool(claimers), params
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
-        meta = output.kv_connector_worker_meta
-        said = meta if isinstance(meta, WorkerFacts) else WorkerFacts()
-        shares = self._gate.take(said.facts)
-        for index, (child, share) in enumerate(zip(self.children, shares, strict=True)):
-            part = _part(share, output, published_of(index, said.published))
+        if output.silent:
+            self._pass_silence(output)
+            return
+        for index, (child, part) in enumerate(zip(self.children, self._parts(output), strict=True)):
             child.update_connector_output(part)
-            self._gate.passed(
-                index,
-                part.finished_sending or (),
-                part.finished_recving or (),
-                part.failed_recving or (),
-                part.failure_reasons,
-            )
+            self._passed(index, part)
         emit = self._gate.emit(
             output.finished_sending or (), output.finished_recving or (), output.failed_recving or ()
         )
         emit.replace_sets(output)
+
+    def _pass_silence(self, output: KVConnectorOutput) -> None:
+        """Nobody said anything, as in most steps: whoever hears that may let through what it held back."""
+        news = False
+        for index, child in self._hearing:
+            child.update_connector_output(output)
+            if not output.silent:
+                news = True
+                self._passed(index, output)
+                Emit().replace_sets(output)
+        if news:
+            self._gate.emit((), (), ()).replace_sets(output)
+
+    def _passed(self, index: int, part: KVConnectorOutput) -> None:
+        self._gate.passed(
+            index,
+            part.finished_sending or (),
+            part.finished_recving or (),
+            part.failed_recving or (),
+            part.failure_reasons,
+        )
+
+    def _parts(self, output: KVConnectorOutput) -> list[KVConnectorOutput]:
+        """Each child's view of the engine's output."""
+        meta = output.kv_connector_worker_meta
+        said = meta if isinstance(meta, WorkerFacts) else WorkerFacts()
+        return [
+            _part(share, output, published_of(index, said.published))
+            for index, share in enumerate(self._gate.take(said.facts))
+        ]
 
     def get_finished_count(self) -> int | None:
         return None
@@ -235,55 +287,63 @@ class MultiConnector(KVConnector):
         return MultiHandshake(parts) if parts else None
 
     def bind_connector_metadata(self, metadata: ConnectorMetadata) -> None:
-        super().bind_connector_metadata(metadata)
+        self._metadata = metadata
         own = self._own(metadata)
-        self._rank.bind(own.step)
+        if own.step.seq:
+            self._rank.bind(own.step)
         self._waits = own.step.waits
         for child, part in zip(self.children, own.children, strict=True):
             child.bind_connector_metadata(part)
 
     def clear_connector_metadata(self) -> None:
-        super().clear_connector_metadata()
+        self._metadata = None
         self._waits = ()
         for child in self.children:
             child.clear_connector_metadata()
 
     def handle_preemptions(self, metadata: ConnectorMetadata) -> None:
-        for child, part in zip(self.children, self._own(metadata).children, strict=True):
-            child.handle_preemptions(part)
+        parts = self._own(metadata).children
+        for index, child in self._hooked["handle_preemptions"]:
+            child.handle_preemptions(parts[index])
 
     def start_load_kv(self, context: object = None, **kwargs: object) -> None:
-        for child in self.children:
+        for _, child in self._hooked["start_load_kv"]:
             child.start_load_kv(context, **kwargs)
         for index in self._waits:
             for layer in self._layers:
                 self.children[index].wait_for_layer_load(layer)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        for child in self.children:
+        for _, child in self._hooked["wait_for_layer_load"]:
             child.wait_for_layer_load(layer_name)
 
     def save_kv_layer(self, layer_name: str, **kwargs: object) -> None:
-        for child in self.children:
+        for _, child in self._hooked["save_kv_layer"]:
             child.save_kv_layer(layer_name, **kwargs)
 
     def wait_for_save(self) -> None:
-        for child in self.children:
+        for _, child in self._hooked["wait_for_save"]:
             child.wait_for_save()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> TransferResults:
         for index, child in enumerate(self.children):
-            self._rank.reports(index, child.get_transfer_results(set(finished_req_ids)))
-        self._rank.ended(finished_req_ids)
+            results = child.get_transfer_results(set(finished_req_ids))
+            if results is not NO_RESULTS:
+                self._rank.reports(index, results)
+        if finished_req_ids:
+            self._rank.ended(finished_req_ids)
         return self._rank.take()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        return {block for child in self.children for block in child.get_block_ids_with_load_errors()}
+        blocks: set[int] = set()
+        for _, child in self._hooked["get_block_ids_with_load_errors"]:
+            blocks |= child.get_block_ids_with_load_errors()
+        return blocks
 
     def build_connector_worker_meta(self) -> WorkerFacts | None:
         facts = self._rank.take_facts()
         published: list[Published] = []
-        for index, child in enumerate(self.children):
+        for index, child in self._hooked["build_connector_worker_meta"]:
             meta = child.build_connector_worker_meta()
             if isinstance(meta, WorkerFacts):
                 facts += prefixed(index, meta.facts)
@@ -306,22 +366,23 @@ class MultiConnector(KVConnector):
     # -- both ----------------------------------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> Stats | None:
-        duplicates, dropped = self._rank.take_counts()
-        for name, count in (
-            ("duplicates_absorbed", duplicates + self._gate.take_absorbed()),
-            ("early_reports_dropped", dropped),
-        ):
-            if count:
-                self._meter.add(name, count)
+        if self.role is ConnectorRole.SCHEDULER:
+            duplicates, dropped = self._gate.take_absorbed(), 0
+        else:
+            duplicates, dropped = self._rank.take_counts()
+        if duplicates:
+            self._meter.add("duplicates_absorbed", duplicates)
+        if dropped:
+            self._meter.add("early_reports_dropped", dropped)
         total = self._meter.take()
-        for index, child in enumerate(self.children):
+        for index, child in self._hooked["get_kv_connector_stats"]:
             stats = child.get_kv_connector_stats()
-            if not isinstance(stats, Stats | None):
+            if isinstance(stats, Stats):
+                total = stats if total is None else total.aggregate(stats)
+            elif stats is not None:
                 raise ContractError(
                     f"{self.names[index]}.get_kv_connector_stats(): expected Stats or None, got {type(stats).__name__}"
                 )
-            if stats is not None:
-                total = stats if total is None else total.aggregate(stats)
         return total
 
     def shutdown(self) -> None:

@@ -28,14 +28,15 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import msgspec
 
-from kvconn.base import Direction, Fact, FactState, Published, TransferResults
+from kvconn.base import NO_RESULTS, Direction, Fact, FactState, Published, TransferResults
 from kvconn.ledger import Child, CompletionLedger, Emit
 
 __all__ = [
+    "NO_STEP",
     "OWN",
     "Claim",
     "ClaimTable",
@@ -92,6 +93,10 @@ class MultiStep(msgspec.Struct, frozen=True):
     waits: tuple[int, ...] = ()
 
 
+#: of most steps; older than any that says something
+NO_STEP: Final = MultiStep(0)
+
+
 # --- one rank -----------------------------------------------------------------------------------------------------
 
 
@@ -122,7 +127,7 @@ class ClaimTable:
         self._done: OrderedDict[str, None] = OrderedDict()
         #: (id, child with a quorum) of closed lives that this child never mentioned: its next word is about those.
         self._late: OrderedDict[tuple[str, int], None] = OrderedDict()
-        self._ready: list[tuple[str, bool]] = []
+        self.ready: list[tuple[str, bool]] = []
         self.facts: list[Fact] = []
         #: reports that changed nothing.
         self.duplicates = 0
@@ -167,7 +172,7 @@ class ClaimTable:
             return
         if not claim.told:
             claim.told = True
-            self._ready.append((id, bool(claim.failed)))
+            self.ready.append((id, bool(claim.failed)))
         if not claim.spare:
             self._end(id)
 
@@ -205,7 +210,7 @@ class ClaimTable:
 
     def take(self) -> list[tuple[str, bool]]:
         """Ids this rank reports now, with whether they failed. Consumes."""
-        ready, self._ready = self._ready, []
+        ready, self.ready = self.ready, []
         return ready
 
     def __repr__(self) -> str:
@@ -254,6 +259,8 @@ class RankGate:
 
     def take(self) -> TransferResults:
         """What this rank reports. Consumes."""
+        if not (self._sends.ready or self._loads.ready):
+            return NO_RESULTS
         received = self._loads.take()
         return TransferResults(
             frozenset(id for id, _ in self._sends.take()),
@@ -263,16 +270,17 @@ class RankGate:
 
     def take_facts(self) -> list[Fact]:
         """Our own facts since the last call. Consumes."""
+        if not (self._sends.facts or self._loads.facts):
+            return []
         facts = self._sends.facts + self._loads.facts
         self._sends.facts, self._loads.facts = [], []
         return facts
 
     def take_counts(self) -> tuple[int, int]:
         """Duplicates absorbed and early reports dropped since the last call."""
-        tables = (self._sends, self._loads)
-        counts = sum(t.duplicates for t in tables), sum(t.dropped for t in tables)
-        for table in tables:
-            table.duplicates = table.dropped = 0
+        sends, loads = self._sends, self._loads
+        counts = sends.duplicates + loads.duplicates, sends.dropped + loads.dropped
+        sends.duplicates = loads.duplicates = sends.dropped = loads.dropped = 0
         return counts
 
     def __repr__(self) -> str:
@@ -365,7 +373,9 @@ class EngineGate:
         return bool(self._closed)
 
     def step(self) -> MultiStep:
-        """Everything since the last step."""
+        """Everything since the last step; ``NO_STEP`` when that is nothing."""
+        if not (self._sends or self._loads or self._closed or self._arrived or self._waits):
+            return NO_STEP
         self._seq += 1
         step = MultiStep(
             self._seq,
@@ -489,6 +499,8 @@ class EngineGate:
 
     def take_absorbed(self) -> int:
         """Reports and ids that changed nothing, since the last call."""
+        if not (self.late or self.ledger.absorbed):
+            return 0
         count = self.ledger.absorbed.total() + self.late
         self.ledger.absorbed.clear()
         self.late = 0

@@ -50,6 +50,8 @@ class NixlConnector(KVConnector):
     to ``time.perf_counter``, ``make_transport`` to a NIXL agent. Raises ConfigError for what this version cannot do.
     """
 
+    hears_silence = False
+
     def __init__(
         self,
         config: ConnectorConfig,

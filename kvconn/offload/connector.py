@@ -47,6 +47,8 @@ class OffloadingConnector(KVConnector):
     ``clock``: seconds, default ``time.perf_counter``. Raises ConfigError for what this version cannot do.
     """
 
+    hears_silence = False
+
     def __init__(
         self,
         config: ConnectorConfig,

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import SupportsHMA
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
 from vllm.v1.outputs import KVConnectorOutput as VllmOutput
 
 from kvconn.base import (
+    NO_RESULTS,
     BlockIds,
     ConnectorMetadata,
     ConnectorRole,
@@ -32,10 +33,32 @@ from kvconn.base import (
     TransferResults,
 )
 from kvconn.errors import ContractError
+from kvconn.multi.connector import HOOKS
 from kvconn.vllm.facade import KvconnFacade
 from kvconn.vllm.translate import VllmRequestView
 
-__all__ = ["Hands", "NativeChild", "NativeHandshake", "NativeMetadata", "Whole", "as_child"]
+__all__ = ["Hands", "NativeChild", "NativeHandshake", "Whole", "as_child"]
+
+
+#: what goes to a child as it is, in every step, without us between
+STRAIGHT: Final = (
+    "bind_connector_metadata",
+    "clear_connector_metadata",
+    "handle_preemptions",
+    "start_load_kv",
+    "wait_for_layer_load",
+    "wait_for_save",
+)
+#: and to one of ours
+STRAIGHT_OURS: Final = (
+    *STRAIGHT,
+    "build_connector_meta",
+    "save_kv_layer",
+    "get_transfer_results",
+    "get_block_ids_with_load_errors",
+    "build_connector_worker_meta",
+    "update_connector_output",
+)
 
 
 @dataclass
@@ -49,13 +72,6 @@ class Hands:
     worker_meta: Mapping[int, Any] = field(default_factory=dict)
     local_tokens: int = 0
     native_offered: bool = False
-
-
-@dataclass(frozen=True)
-class NativeMetadata(ConnectorMetadata):
-    """What a native child's scheduler half ships."""
-
-    inner: Any
 
 
 @dataclass(frozen=True)
@@ -74,13 +90,19 @@ def as_child(index: int, child: Any, hands: Hands) -> KVConnector:
 
 
 class Whole(KVConnector):
-    """A child of ours (rule 1), silent once a native child took the load (rule 3)."""
+    """A child of ours (rule 1), silent once a native child took the load (rule 3).
+
+    The adapter asks it for its stats itself, by its class's name.
+    """
 
     def __init__(self, facade: KvconnFacade, hands: Hands) -> None:
         self.facade = facade
         self._inner = facade.inner
         self._hands = hands
         self.role = self._inner.role
+        self.hears_silence = self._inner.hears_silence
+        for method in STRAIGHT_OURS:
+            setattr(self, method, getattr(self._inner, method))
 
     def on_new_request(self, request: RequestView) -> None:
         self._inner.on_new_request(request)
@@ -100,9 +122,6 @@ class Whole(KVConnector):
         self, request: RequestView, blocks: BlockIds, reason: FinishReason
     ) -> tuple[bool, dict[str, Any] | None]:
         return self._inner.request_finished(request, blocks, reason)
-
-    def update_connector_output(self, output: KVConnectorOutput) -> None:
-        self._inner.update_connector_output(output)
 
     def get_finished_count(self) -> int | None:
         return self._inner.get_finished_count()
@@ -125,38 +144,8 @@ class Whole(KVConnector):
     def get_handshake_metadata(self) -> HandshakeMetadata | None:
         return self._inner.get_handshake_metadata()
 
-    def bind_connector_metadata(self, metadata: ConnectorMetadata) -> None:
-        self._inner.bind_connector_metadata(metadata)
-
-    def clear_connector_metadata(self) -> None:
-        self._inner.clear_connector_metadata()
-
-    def handle_preemptions(self, metadata: ConnectorMetadata) -> None:
-        self._inner.handle_preemptions(metadata)
-
-    def start_load_kv(self, context: object = None, **kwargs: object) -> None:
-        self._inner.start_load_kv(context, **kwargs)
-
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        self._inner.wait_for_layer_load(layer_name)
-
-    def save_kv_layer(self, layer_name: str, **kwargs: object) -> None:
-        self._inner.save_kv_layer(layer_name, **kwargs)
-
-    def wait_for_save(self) -> None:
-        self._inner.wait_for_save()
-
     def get_transfer_results(self, finished_req_ids: set[str]) -> TransferResults:
         return self._inner.get_transfer_results(finished_req_ids)
-
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        return self._inner.get_block_ids_with_load_errors()
-
-    def build_connector_worker_meta(self) -> Any:
-        return self._inner.build_connector_worker_meta()
-
-    def get_kv_connector_stats(self) -> None:
-        """The adapter asks this child itself, by its class's name."""
 
     def explain(self, now: float) -> list[str]:
         return self._inner.explain(now)
@@ -169,10 +158,20 @@ class Whole(KVConnector):
 
 
 class NativeChild(KVConnector):
-    """A connector of vLLM's, or of anybody who wrote one for vLLM (rules 2 and 3)."""
+    """A connector of vLLM's, or of anybody who wrote one for vLLM (rules 2 and 3).
+
+    The adapter asks it for its stats, by its class's name, and for its worker metadata, which is vLLM's and travels
+    beside our facts.
+    """
 
     def __init__(self, index: int, child: Any, hands: Hands) -> None:
         self.child = child
+        for method in STRAIGHT:
+            setattr(self, method, getattr(child, method))
+        for hook in HOOKS:  # vLLM's own do nothing either
+            if getattr(type(child), hook) is getattr(KVConnectorBase_V1, hook):
+                setattr(self, hook, getattr(super(), hook))
+        self.hears_silence = type(child).update_connector_output is not KVConnectorBase_V1.update_connector_output
         self._index = index
         self._hands = hands
         self.role = ConnectorRole[child.role.name]
@@ -193,7 +192,8 @@ class NativeChild(KVConnector):
         self.child.update_state_after_alloc(_source(request), self._hands.blocks, num_external_tokens)
 
     def build_connector_meta(self, step: StepView) -> ConnectorMetadata:
-        return NativeMetadata(self.child.build_connector_meta(self._hands.output))
+        metadata: ConnectorMetadata = self.child.build_connector_meta(self._hands.output)
+        return metadata  # vLLM's, which nobody looks into on its way to this child's worker half
 
     def request_finished(
         self, request: RequestView, blocks: BlockIds, reason: FinishReason
@@ -246,29 +246,13 @@ class NativeChild(KVConnector):
         published = self.child.get_handshake_metadata()
         return None if published is None else NativeHandshake(published)
 
-    def bind_connector_metadata(self, metadata: ConnectorMetadata) -> None:
-        self.child.bind_connector_metadata(_native(metadata))
-
-    def clear_connector_metadata(self) -> None:
-        self.child.clear_connector_metadata()
-
-    def handle_preemptions(self, metadata: ConnectorMetadata) -> None:
-        self.child.handle_preemptions(_native(metadata))
-
-    def start_load_kv(self, context: object = None, **kwargs: object) -> None:
-        self.child.start_load_kv(context, **kwargs)
-
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        self.child.wait_for_layer_load(layer_name)
-
     def save_kv_layer(self, layer_name: str, **kwargs: object) -> None:
         self.child.save_kv_layer(layer_name, kwargs.pop("kv_layer"), kwargs.pop("attn_metadata"), **kwargs)
 
-    def wait_for_save(self) -> None:
-        self.child.wait_for_save()
-
     def get_transfer_results(self, finished_req_ids: set[str]) -> TransferResults:
         results = self.child.get_transfer_results(finished_req_ids)
+        if not (results.finished_sending or results.finished_recving or results.failed_recving):
+            return NO_RESULTS
         return TransferResults(
             frozenset(results.finished_sending or ()),
             frozenset(results.finished_recving or ()),
@@ -278,13 +262,7 @@ class NativeChild(KVConnector):
     def get_block_ids_with_load_errors(self) -> set[int]:
         return set(self.child.get_block_ids_with_load_errors())
 
-    def build_connector_worker_meta(self) -> None:
-        """The adapter asks this child itself: its metadata is vLLM's and travels beside our facts."""
-
     # -- both ----------------------------------------------------------------------------------------------------
-
-    def get_kv_connector_stats(self) -> None:
-        """The adapter asks this child itself, by its class's name."""
 
     def shutdown(self) -> None:
         self.child.shutdown()
@@ -297,9 +275,3 @@ def _source(request: RequestView) -> Any:
     if not isinstance(request, VllmRequestView):
         raise ContractError(f"{request.id}: expected a view of vLLM's request, got {type(request).__name__}")
     return request.source
-
-
-def _native(metadata: ConnectorMetadata) -> Any:
-    if not isinstance(metadata, NativeMetadata):
-        raise ContractError(f"metadata: expected a native child's, got {type(metadata).__name__}")
-    return metadata.inner

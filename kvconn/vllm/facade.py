@@ -159,16 +159,20 @@ class KvconnFacade(KVConnectorBase_V1, SupportsHMA):
 
     def update_connector_output(self, connector_output: Any) -> None:
         meta = connector_output.kv_connector_worker_meta
+        sent, received = connector_output.finished_sending, connector_output.finished_recving
+        failed = connector_output.failed_recving
+        if meta is None and not (sent or received or failed) and not self.inner.hears_silence:
+            return
         ours = KVConnectorOutput(
-            finished_sending=set(connector_output.finished_sending or ()),
-            finished_recving=set(connector_output.finished_recving or ()),
-            failed_recving=set(connector_output.failed_recving or ()),
+            set(sent) if sent else None,
+            set(received) if received else None,
+            set(failed) if failed else None,
             kv_connector_worker_meta=meta.inner if isinstance(meta, VllmWorkerFacts) else None,
         )
         self.inner.update_connector_output(ours)
         connector_output.finished_sending = ours.finished_sending
         connector_output.finished_recving = ours.finished_recving
-        connector_output.failed_recving = ours.failed_recving
+        connector_output.failed_recving = ours.failed_recving or set()
 
     def get_finished_count(self) -> int | None:
         return self.inner.get_finished_count()

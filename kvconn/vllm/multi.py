@@ -71,6 +71,7 @@ class KvconnMultiConnector(KvconnFacade):
         self._built: list[KVConnectorBase_V1] = []
         self._given = (vllm_config, role, kv_cache_config)
         super().__init__(vllm_config, role, kv_cache_config)
+        self._native = [(i, child) for i, child in enumerate(self._built) if not isinstance(child, KvconnFacade)]
 
     def make(self, config: ConnectorConfig, role: ConnectorRole, kv_cache: KVCacheView) -> KVConnector:
         return NeutralMultiConnector(config, role, kv_cache, make_child=self._child, get_class=_child_class)
@@ -191,9 +192,11 @@ class KvconnMultiConnector(KvconnFacade):
 
     def update_connector_output(self, connector_output: Any) -> None:
         meta = connector_output.kv_connector_worker_meta
-        if isinstance(meta, VllmMultiFacts):
-            self._hands.worker_meta = meta.native
-            connector_output.kv_connector_worker_meta = VllmWorkerFacts(meta.inner)
+        if not isinstance(meta, VllmMultiFacts):
+            super().update_connector_output(connector_output)
+            return
+        self._hands.worker_meta = meta.native
+        connector_output.kv_connector_worker_meta = VllmWorkerFacts(meta.inner)
         super().update_connector_output(connector_output)
         connector_output.kv_connector_worker_meta = meta
         self._hands.worker_meta = {}
@@ -239,9 +242,7 @@ class KvconnMultiConnector(KvconnFacade):
     def build_connector_worker_meta(self) -> Any:
         facts = self.inner.build_connector_worker_meta()
         native = {
-            index: meta
-            for index, child in enumerate(self._built)
-            if not isinstance(child, KvconnFacade) and (meta := child.build_connector_worker_meta()) is not None
+            index: meta for index, child in self._native if (meta := child.build_connector_worker_meta()) is not None
         }
         if facts is None and not native:
             return None
@@ -250,15 +251,18 @@ class KvconnMultiConnector(KvconnFacade):
     # -- both ------------------------------------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> MultiKVConnectorStats | None:
-        out: MultiKVConnectorStats = MultiKVConnectorStats()
-        for child in self._built:
-            name, stats = type(child).__name__, child.get_kv_connector_stats()
-            if stats is not None:
-                out[name] = out[name].aggregate(stats) if name in out.data else stats
+        said = [
+            (type(one).__name__, stats) for one in self._built if (stats := one.get_kv_connector_stats()) is not None
+        ]
         own = self.to_vllm_stats(self.inner.get_kv_connector_stats())
+        if own is None and not said:
+            return None
+        out: MultiKVConnectorStats = MultiKVConnectorStats()
+        for name, stats in said:
+            out[name] = out[name].aggregate(stats) if name in out.data else stats
         if own is not None:
             out[OWN] = own
-        return out if out.data else None
+        return out
 
     def to_vllm_stats(self, stats: Stats | None) -> KvconnMultiStats | None:
         return None if stats is None else KvconnMultiStats.of(stats)

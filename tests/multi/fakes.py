@@ -90,6 +90,30 @@ class FakeChild(KVConnector):
         self._next = [set(), set(), set()]
         return TransferResults(frozenset(sent), frozenset(received), frozenset(failed))
 
+    def handle_preemptions(self, metadata: ConnectorMetadata) -> None:
+        """As the hooks below: ours, or it would not be called."""
+
+    def start_load_kv(self, context: object = None, **kwargs: object) -> None:
+        pass
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        pass
+
+    def save_kv_layer(self, layer_name: str, **kwargs: object) -> None:
+        pass
+
+    def wait_for_save(self) -> None:
+        pass
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return set()
+
+    def build_connector_worker_meta(self) -> None:
+        pass
+
+    def get_kv_connector_stats(self) -> None:
+        pass
+
     def shutdown(self) -> None:
         self.calls.append(("shutdown", None))
         if self.told.get("breaks"):
