@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 import time
 import tracemalloc
 from collections.abc import Iterator
@@ -243,7 +244,9 @@ def _as_rank(part: Any, rank: int) -> Any:
 
 
 def _facts(said: WorkerFacts, rank: int) -> WorkerFacts:
-    return WorkerFacts(tuple(msgspec.structs.replace(fact, rank=rank) for fact in said.facts))
+    own = WorkerFacts(tuple(msgspec.structs.replace(fact, rank=rank) for fact in said.facts))
+    facts: WorkerFacts = pickle.loads(pickle.dumps(own))  # as they come from another process
+    return facts
 
 
 # --- the aggregators ----------------------------------------------------------------------------------------------

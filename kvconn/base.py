@@ -13,6 +13,7 @@ The completion contract, numbered C1 to C13, is in docs/design.md.
 from __future__ import annotations
 
 import enum
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -41,6 +42,7 @@ __all__ = [
     "KVConnectorOutput",
     "LayerView",
     "Published",
+    "RankFacts",
     "RequestView",
     "StepRequest",
     "StepView",
@@ -264,48 +266,124 @@ class Fact(msgspec.Struct, frozen=True):
         return self.more | (1 << self.rank if 0 <= self.rank < MAX_RANKS else 0)
 
 
+class RankFacts(Collection[Fact]):
+    """Facts of one rank as they leave its process: encoded, and without the rank, so that ranks that say the same have
+    the same bytes. Decoded by whoever looks."""
+
+    __slots__ = ("encoded", "rank")
+
+    def __init__(self, rank: int, encoded: bytes) -> None:
+        self.rank = rank
+        self.encoded = encoded
+
+    @classmethod
+    def of(cls, facts: Collection[Fact]) -> Collection[Fact]:
+        """Encoded, if they are of one rank alone."""
+        ranks = {-1 if fact.more else fact.rank for fact in facts}
+        rank = ranks.pop() if len(ranks) == 1 else -1
+        if not 0 <= rank < MAX_RANKS:
+            return tuple(facts)
+        return cls(rank, _encode([(f.id, f.direction, f.n, f.state, f.child, f.why) for f in facts]))
+
+    def by(self, ranks: int) -> list[Fact]:
+        """As said by ``ranks``, as bits."""
+        rank = (ranks & -ranks).bit_length() - 1
+        more = 0 if ranks == 1 << rank else ranks
+        return [
+            Fact(id, direction, n, rank, state, child, why, more)
+            for id, direction, n, state, child, why in _decode(self.encoded)
+        ]
+
+    def __iter__(self) -> Iterator[Fact]:
+        return iter(self.by(1 << self.rank))
+
+    def __len__(self) -> int:
+        return len(_decode(self.encoded))
+
+    def __bool__(self) -> bool:
+        return True  # nothing is not encoded
+
+    def __contains__(self, fact: object) -> bool:
+        return fact in tuple(self)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Collection) and tuple(self) == tuple(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"RankFacts({self.rank}: {len(self)})"
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(list[tuple[str, Direction, int, FactState, tuple[int, ...], str]]).decode
+
+
 class JoinedFacts(Collection[Fact]):
     """Facts of several ranks, those that say the same as one, failures first; grows as ranks are added."""
 
-    __slots__ = ("_again", "_first", "_ranks")
+    __slots__ = ("_joined", "_loose", "_same")
 
-    def __init__(self, facts: Iterable[Fact]) -> None:
-        self._first: dict[tuple[object, ...], Fact] = {}
-        self._ranks: dict[tuple[object, ...], int] = {}
-        #: what a rank said twice: to be counted, not joined
-        self._again: list[Fact] = []
+    def __init__(self, facts: Collection[Fact]) -> None:
+        #: what came encoded -> the ranks whose it is
+        self._same: dict[bytes, int] = {}
+        self._loose: list[Fact] = []
+        self._joined: list[Fact] | None = None
         self.add(facts)
 
-    def add(self, facts: Iterable[Fact]) -> None:
+    def add(self, facts: Collection[Fact]) -> None:
         """What a rank says, or several."""
-        known, rank, bits = self._ranks, -1, 0
-        for fact in facts:
-            if fact.rank != rank or fact.more:  # a rank's bit is made once
-                rank, bits = -1 if fact.more else fact.rank, fact.ranks
-            about = (fact.n, fact.id, fact.state, fact.direction, fact.child)
-            others = known.get(about, 0)
-            if not others:
-                self._first[about] = fact
-            known[about] = both = others | bits
-            if both == others:
-                self._again.append(fact)
+        self._joined = None
+        if isinstance(facts, RankFacts):
+            ranks, bit = self._same.get(facts.encoded, 0), 1 << facts.rank
+            if not ranks & bit:
+                self._same[facts.encoded] = ranks | bit
+                return
+        self._loose += facts
+
+    def _all(self) -> list[Fact]:
+        if self._joined is None:
+            said = [RankFacts(0, encoded).by(ranks) for encoded, ranks in self._same.items()]
+            joined = said[0] if len(said) == 1 and not self._loose else _joined(itertools.chain(*said, self._loose))
+            if any(fact.state == "failed" for fact in joined):
+                joined.sort(key=lambda fact: fact.state != "failed")  # a rank is quiet after it failed
+            self._joined = joined
+        return self._joined
 
     def __iter__(self) -> Iterator[Fact]:
-        joined = [
-            one if self._ranks[about] == one.ranks else msgspec.structs.replace(one, more=self._ranks[about])
-            for about, one in self._first.items()
-        ]
-        yield from sorted(joined, key=lambda fact: fact.state != "failed")  # a rank is quiet after it failed
-        yield from self._again
+        return iter(self._all())
 
     def __len__(self) -> int:
-        return len(self._first) + len(self._again)
+        return len(self._all())
+
+    def __bool__(self) -> bool:
+        return bool(self._same or self._loose)
 
     def __contains__(self, fact: object) -> bool:
         return fact in tuple(self)
 
     def __repr__(self) -> str:
-        return f"JoinedFacts({len(self._first)} of {sum(r.bit_count() for r in self._ranks.values())} words)"
+        return f"JoinedFacts({len(self)})"
+
+
+def _joined(facts: Iterable[Fact]) -> list[Fact]:
+    """Those that say the same as one; what a rank says twice comes again, to be counted."""
+    first: dict[tuple[object, ...], Fact] = {}
+    ranks: dict[tuple[object, ...], int] = {}
+    again: list[Fact] = []
+    for fact in facts:
+        about = (fact.n, fact.id, fact.state, fact.direction, fact.child)
+        others = ranks.get(about, 0)
+        if not others:
+            first[about] = fact
+        ranks[about] = both = others | fact.ranks
+        if both == others:
+            again.append(fact)
+    joined = [
+        one if ranks[about] == one.ranks else msgspec.structs.replace(one, more=ranks[about])
+        for about, one in first.items()
+    ]
+    return joined + again
 
 
 class Published(msgspec.Struct, frozen=True):
@@ -325,11 +403,13 @@ class WorkerFacts(msgspec.Struct, frozen=True):
 
     def aggregate(self, other: WorkerFacts) -> WorkerFacts:
         """Both. What was joined before grows, and is the new one's: a thousand ranks are joined one by one."""
-        joined = self.facts
-        if not isinstance(joined, JoinedFacts):
-            return WorkerFacts(JoinedFacts((*joined, *other.facts)), self.published + other.published)
+        grown = isinstance(self.facts, JoinedFacts)
+        joined = self.facts if isinstance(self.facts, JoinedFacts) else JoinedFacts(self.facts)
         joined.add(other.facts)
-        return WorkerFacts(joined, self.published + other.published) if other.published else self
+        return self if grown and not other.published else WorkerFacts(joined, self.published + other.published)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return WorkerFacts, (RankFacts.of(self.facts), self.published)
 
 
 class TransferResults(msgspec.Struct, frozen=True):

@@ -17,7 +17,7 @@ from __future__ import annotations
 import enum
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Final
@@ -78,8 +78,10 @@ class _Life:
     direction: Direction
     n: int
     owed: dict[Child, int]
-    allow_missing: Mapping[Child, int]
+    allow_missing: Mapping[Child, int] | None
     since: float | None
+    #: children that owe no more than may be missing
+    settled: list[Child]
     failed: bool = False
     why: str = ""
     #: replaced when a rank fails, which most never do
@@ -88,16 +90,14 @@ class _Life:
 
     @property
     def complete(self) -> bool:
-        if not self.allow_missing:
-            return not any(self.owed.values())
-        return all(ranks.bit_count() <= self.allow_missing.get(child, 0) for child, ranks in self.owed.items())
+        return len(self.settled) == len(self.owed)
 
 
 class CompletionLedger:
     """Open lives by (id, direction); at most one is open per pair."""
 
     def __init__(self) -> None:
-        self._open: dict[tuple[str, Direction], _Life] = {}
+        self._open: dict[Direction, dict[str, _Life]] = {"send": {}, "recv": {}}
         self._next_n = itertools.count(1)
         #: reports that changed nothing, by outcome.
         self.absorbed: Counter[Outcome] = Counter()
@@ -116,41 +116,46 @@ class CompletionLedger:
         ``quorum[child]``: that many distinct ranks complete this child (C2). Raises ValueError when the pair is
         already open: its engine would free blocks twice.
         """
-        key = (id, direction)
-        if key in self._open:
-            raise ValueError(f"life of {id} ({direction}) is open already: {self._open[key].n}")
+        if id in self._open[direction]:
+            raise ValueError(f"life of {id} ({direction}) is open already: {self._open[direction][id].n}")
         sets = {child: _bits(ranks) for child, ranks in owed.items()}
-        spare = {c: max(0, sets[c].bit_count() - q) for c, q in (quorum or {}).items() if c in sets}
-        life = _Life(id, direction, next(self._next_n), sets, spare or NOBODY, now)
-        self._open[key] = life
+        spare = {c: max(0, sets[c].bit_count() - q) for c, q in quorum.items() if c in sets} if quorum else {}
+        settled = [child for child, ranks in sets.items() if ranks.bit_count() <= spare.get(child, 0)]
+        life = _Life(id, direction, next(self._next_n), sets, spare or None, now, settled)
+        self._open[direction][id] = life
         return life.n
 
-    def report(self, fact: Fact) -> Outcome:
-        """Take one rank's word, or what several say alike. Never raises."""
-        life = self._open.get((fact.id, fact.direction))
+    def report(self, fact: Fact, child: Child | None = None) -> Outcome:
+        """Take one rank's word, or what several say alike. Never raises. ``child``: whose it is, if not the fact's."""
+        life = self._open[fact.direction].get(fact.id)
         if life is None or life.n != fact.n:
             return self._absorb(Outcome.UNKNOWN)
-        owed = life.owed.get(fact.child)
+        child = fact.child if child is None else child
+        owed = life.owed.get(child)
         if owed is None:
             return self._absorb(Outcome.STRANGER)
         said = fact.ranks
         news = said & owed
-        if fact.state != "quiet" and life.failed_by:  # who failed does so once, and is not done but quiet
-            news &= ~life.failed_by.get(fact.child, 0)
+        if life.failed_by and fact.state != "quiet":  # who failed does so once, and is not done but quiet
+            news &= ~life.failed_by.get(child, 0)
         if news != said or not said:
             self._absorb(Outcome.DUPLICATE, max(1, (said & ~news).bit_count()))
-        return self._apply(life, news, fact) if news else Outcome.DUPLICATE
-
-    def _apply(self, life: _Life, ranks: int, fact: Fact) -> Outcome:
-        """``ranks`` say something new."""
+        if not news:
+            return Outcome.DUPLICATE
         if fact.state == "failed":
-            life.failed = True
-            life.why = life.why or fact.why
-            life.failed_by = {**life.failed_by, fact.child: life.failed_by.get(fact.child, 0) | ranks}
+            return self._fail(life, child, news, fact.why)
+        left = life.owed[child] = owed & ~news
+        spare = life.allow_missing.get(child, 0) if life.allow_missing else 0
+        if left.bit_count() > spare or owed.bit_count() <= spare:
             return Outcome.ADDED
-        before = life.complete
-        life.owed[fact.child] &= ~ranks
-        return Outcome.COMPLETED if life.complete and not before else Outcome.ADDED
+        life.settled.append(child)
+        return Outcome.COMPLETED if len(life.settled) == len(life.owed) else Outcome.ADDED
+
+    def _fail(self, life: _Life, child: Child, ranks: int, why: str) -> Outcome:
+        life.failed = True
+        life.why = life.why or why
+        life.failed_by = {**life.failed_by, child: life.failed_by.get(child, 0) | ranks}
+        return Outcome.ADDED
 
     def _absorb(self, outcome: Outcome, times: int = 1) -> Outcome:
         self.absorbed[outcome] += times
@@ -158,12 +163,21 @@ class CompletionLedger:
 
     def get(self, id: str, direction: Direction) -> Pending | None:
         """The open life of this pair, if any."""
-        life = self._open.get((id, direction))
+        life = self._open[direction].get(id)
         return None if life is None else _pending(life)
+
+    def is_open(self, id: str, direction: Direction) -> bool:
+        """Is a life open for this pair?"""
+        return id in self._open[direction]
+
+    def settled(self, id: str, direction: Direction) -> Sequence[Child]:
+        """The children of the pair's open life that owe nothing more, in the order in which they were done."""
+        life = self._open[direction].get(id)
+        return () if life is None else life.settled
 
     def mark_seen(self, id: str, direction: Direction) -> bool:
         """Note that the engine's own sets named this id. False when no life of ours is open for it."""
-        life = self._open.get((id, direction))
+        life = self._open[direction].get(id)
         if life is None:
             return False
         life.seen = True
@@ -171,35 +185,39 @@ class CompletionLedger:
 
     def pop_ready(self, id: str, direction: Direction, *, require_seen: bool = True) -> Closed | None:
         """Close the pair's life if it is complete (and seen); None otherwise."""
-        life = self._open.get((id, direction))
-        if life is None or not life.complete or (require_seen and not life.seen):
+        life = self._open[direction].get(id)
+        if life is None or len(life.settled) < len(life.owed) or (require_seen and not life.seen):
             return None
-        del self._open[(id, direction)]
+        del self._open[direction][id]
         return Closed(id, direction, life.n, life.failed, life.why)
 
     def close(self, id: str, direction: Direction) -> Closed | None:
         """Close the pair's life whatever it is owed (the engine threw its blocks away itself)."""
-        life = self._open.pop((id, direction), None)
+        life = self._open[direction].pop(id, None)
         return None if life is None else Closed(id, direction, life.n, life.failed, life.why)
 
     def pending(self) -> list[Pending]:
         """Open lives, oldest first."""
-        return [_pending(life) for life in list(self._open.values())]
+        return [_pending(life) for life in self._lives()]
 
     def overdue(self, now: float, after: float) -> list[Pending]:
         """Open, incomplete lives older than ``after`` seconds."""
         return [
             _pending(life)
-            for life in list(self._open.values())  # another thread may be asking
+            for life in self._lives()
             if not life.complete and life.since is not None and now - life.since > after
         ]
 
+    def _lives(self) -> list[_Life]:
+        lives = [*self._open["send"].values(), *self._open["recv"].values()]  # another thread may be asking
+        return sorted(lives, key=lambda life: life.n)
+
     def __len__(self) -> int:
-        return len(self._open)
+        return len(self._open["send"]) + len(self._open["recv"])
 
     def __repr__(self) -> str:
-        sends = sum(1 for _, d in self._open if d == "send")
-        return f"CompletionLedger(send={sends} recv={len(self._open) - sends} absorbed={self.absorbed.total()})"
+        sends, receives = len(self._open["send"]), len(self._open["recv"])
+        return f"CompletionLedger(send={sends} recv={receives} absorbed={self.absorbed.total()})"
 
 
 class Emit(msgspec.Struct, frozen=True):
@@ -243,13 +261,13 @@ class CompletionGate:
         self, sent: Iterable[str], received: Iterable[str], failed: Iterable[str], facts: Iterable[Fact]
     ) -> Emit:
         """Apply ``facts``, then filter the sets. An id that no fact and no life of ours names passes."""
-        named: dict[tuple[str, Direction], None] = {}
+        named: dict[Direction, dict[str, None]] = {"send": {}, "recv": {}}
         for fact in facts:
             self.ledger.report(fact)
-            named[fact.id, fact.direction] = None
-        out_sent, _ = self._filter("send", sent, named)
-        out_recv, why = self._filter("recv", received, named)
-        siblings_failed = {id for id in failed if (id, "recv") not in named and id in out_recv}
+            named[fact.direction][fact.id] = None
+        out_sent, _ = self._filter("send", sent, named["send"])
+        out_recv, why = self._filter("recv", received, named["recv"])
+        siblings_failed = {id for id in failed if id not in named["recv"] and id in out_recv}
         return Emit(
             frozenset(out_sent),
             frozenset(out_recv),
@@ -258,23 +276,23 @@ class CompletionGate:
         )
 
     def _filter(
-        self, direction: Direction, seen: Iterable[str], named: Mapping[tuple[str, Direction], None]
+        self, direction: Direction, seen: Iterable[str], named: Mapping[str, None]
     ) -> tuple[set[str], dict[str, str]]:
         """Ids to emit, and of those the failed ones with their reasons."""
         emitted: set[str] = set()
         failed: dict[str, str] = {}
-        candidates = [id for id, d in named if d == direction]
+        candidates = dict(named)
         for id in seen:
             if self.ledger.mark_seen(id, direction):
-                candidates.append(id)
-            elif (id, direction) in named:
+                candidates[id] = None
+            elif id in named:
                 self.late += 1
             else:
                 emitted.add(id)
+        other: Direction = "recv" if direction == "send" else "send"
         for id in candidates:
             closed = self.ledger.pop_ready(id, direction)
-            other: Direction = "recv" if direction == "send" else "send"
-            if closed is not None and self.ledger.get(id, other) is None:
+            if closed is not None and not self.ledger.is_open(id, other):
                 emitted.add(id)
                 if closed.failed:
                     failed[id] = closed.why
@@ -282,7 +300,8 @@ class CompletionGate:
 
 
 def _pending(life: _Life) -> Pending:
-    owed = tuple((c, _numbers(r)) for c, r in sorted(life.owed.items()) if r.bit_count() > life.allow_missing.get(c, 0))
+    spare = life.allow_missing or NOBODY
+    owed = tuple((c, _numbers(r)) for c, r in sorted(life.owed.items()) if r.bit_count() > spare.get(c, 0))
     return Pending(life.id, life.direction, life.n, owed, life.since)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
@@ -22,6 +23,12 @@ def fact(
     id: str, n: int, rank: int, direction: Direction = "send", state: FactState = "done", child: Child = ()
 ) -> Fact:
     return Fact(id, direction, n, rank, state, child)
+
+
+def carried(facts: WorkerFacts) -> WorkerFacts:
+    """As they come from a worker's process."""
+    there: WorkerFacts = pickle.loads(pickle.dumps(facts))
+    return there
 
 
 def complete(ledger: CompletionLedger, id: str, direction: Direction) -> bool:
@@ -69,6 +76,30 @@ class TestIdentity:
         c = WorkerFacts((Fact("q", "send", 9, 5, "done"),))
         joined = c.aggregate(a.aggregate(b))
         assert {fact.id: fact.ranks for fact in joined.facts} == {"q": 1 << 5, "x": 0b11, "y": 0b01}
+
+    def test_facts_from_another_process_are_what_they_were(self) -> None:
+        why = Fact("y", "recv", 2, 7, "failed", (0, -1), "P is gone")
+        for facts in ((fact("r", 1, 7), why), (fact("r", 1, 7), fact("r", 1, 6)), (fact("r", 1, -1),), ()):
+            said = WorkerFacts(facts)
+            assert carried(said) == said and tuple(carried(said).facts) == facts
+            assert len(carried(said).facts) == len(facts) and bool(carried(said).facts) == bool(facts)
+
+    def test_ranks_of_other_processes_that_say_the_same_are_joined_and_the_others_with_them(self) -> None:
+        every = [fact("r", 1, rank) for rank in range(6)]
+        more = (every[5], fact("q", 2, 5))
+        joined = carried(WorkerFacts((every[0],)))
+        for facts in ((every[1],), (every[3],), more):
+            joined = joined.aggregate(carried(WorkerFacts(facts)))
+        assert {(f.id, f.ranks) for f in joined.facts} == {("r", 0b101011), ("q", 1 << 5)}
+        joined = joined.aggregate(WorkerFacts((every[4],)))  # of this process
+        assert {(f.id, f.ranks) for f in joined.facts} == {("r", 0b111011), ("q", 1 << 5)}
+        assert {(f.id, f.ranks) for f in carried(joined).facts} == {(f.id, f.ranks) for f in joined.facts}
+
+    def test_a_rank_of_another_process_that_says_the_same_twice_is_counted(self) -> None:
+        ledger, n = opened(world=3)
+        said = carried(WorkerFacts((fact("r", n, 0),)))
+        joined = said.aggregate(carried(WorkerFacts((fact("r", n, 1),)))).aggregate(said)
+        assert [ledger.report(word) for word in joined.facts] == [Outcome.ADDED, Outcome.DUPLICATE]
 
     def test_what_a_rank_says_twice_in_a_step_is_counted_and_not_joined(self) -> None:
         ledger, n = opened(world=3)
@@ -532,12 +563,14 @@ def test_the_gate_behaves_as_the_naive_model() -> None:
 class CountsReports(CompletionLedger):
     """Mutant: completion is a number of reports, as in the engines this project is about (against C3)."""
 
-    def report(self, fact: Fact) -> Outcome:
-        life = self._open.get((fact.id, fact.direction))
+    def report(self, fact: Fact, child: Child | None = None) -> Outcome:
+        life = self._open[fact.direction].get(fact.id)
         if life is not None and life.n == fact.n and life.owed.get(fact.child):
             life.owed[fact.child] &= life.owed[fact.child] - 1  # whoever said it
+            if not life.owed[fact.child]:
+                life.settled.append(fact.child)
             return Outcome.COMPLETED if life.complete else Outcome.ADDED
-        return super().report(fact)
+        return super().report(fact, child)
 
 
 class Originates(CompletionLedger):
@@ -550,17 +583,19 @@ class Originates(CompletionLedger):
 class IgnoresLives(CompletionLedger):
     """Mutant: a late word on the last life counts for the present one (against C4)."""
 
-    def report(self, fact: Fact) -> Outcome:
+    def report(self, fact: Fact, child: Child | None = None) -> Outcome:
         pending = self.get(fact.id, fact.direction)
-        return super().report(fact if pending is None else msgspec.structs.replace(fact, n=pending.n))
+        return super().report(fact if pending is None else msgspec.structs.replace(fact, n=pending.n), child)
 
 
 class FreesWhatFailed(CompletionLedger):
     """Mutant: a failure gives the blocks back at once (against C6)."""
 
-    def _apply(self, life: Any, ranks: int, fact: Fact) -> Outcome:
-        outcome = super()._apply(life, ranks, fact)
-        life.owed[fact.child] &= ~ranks
+    def _fail(self, life: Any, child: Child, ranks: int, why: str) -> Outcome:
+        outcome = super()._fail(life, child, ranks, why)
+        life.owed[child] &= ~ranks
+        if not life.owed[child] and child not in life.settled:
+            life.settled.append(child)
         return outcome
 
 
@@ -568,10 +603,10 @@ class KeepsClosedLives(CompletionLedger):
     """Mutant: nothing is ever forgotten."""
 
     def pop_ready(self, id: str, direction: Direction, *, require_seen: bool = True) -> Any:
-        life = self._open.get((id, direction))
+        life = self._open[direction].get(id)
         closed = super().pop_ready(id, direction, require_seen=require_seen)
         if closed is not None and life is not None:
-            self._open[id, direction] = life
+            self._open[direction][id] = life
         return closed
 
 

@@ -197,8 +197,8 @@ class MultiConnector(KVConnector):
         if output.silent:
             self._pass_silence(output)
             return
-        for index, (child, part) in enumerate(zip(self.children, self._parts(output), strict=True)):
-            child.update_connector_output(part)
+        for index, part in self._parts(output):
+            self.children[index].update_connector_output(part)
             self._passed(index, part)
         emit = self._gate.emit(
             output.finished_sending or (), output.finished_recving or (), output.failed_recving or ()
@@ -226,14 +226,16 @@ class MultiConnector(KVConnector):
             part.failure_reasons,
         )
 
-    def _parts(self, output: KVConnectorOutput) -> list[KVConnectorOutput]:
-        """Each child's view of the engine's output."""
+    def _parts(self, output: KVConnectorOutput) -> list[tuple[int, KVConnectorOutput]]:
+        """Each child's view of the engine's output, where it means something to that child."""
         meta = output.kv_connector_worker_meta
         said = meta if isinstance(meta, WorkerFacts) else WorkerFacts()
-        return [
-            _part(share, output, published_of(index, said.published))
-            for index, share in enumerate(self._gate.take(said.facts))
-        ]
+        parts: list[tuple[int, KVConnectorOutput]] = []
+        for index, share in enumerate(self._gate.take(said.facts)):
+            part = _part(share, output, published_of(index, said.published) if said.published else ())
+            if self.children[index].hears_silence or not part.silent:
+                parts.append((index, part))
+        return parts
 
     def get_finished_count(self) -> int | None:
         return None
@@ -404,9 +406,9 @@ class MultiConnector(KVConnector):
 def _part(share: Share, output: KVConnectorOutput, published: tuple[Published, ...]) -> KVConnectorOutput:
     """One child's view of the engine's output."""
     return KVConnectorOutput(
-        finished_sending=set(share.sent),
-        finished_recving=set(share.received),
-        failed_recving=set(share.failed),
+        finished_sending=set(share.sent) if share.sent else None,
+        finished_recving=set(share.received) if share.received else None,
+        failed_recving=set(share.failed) if share.failed else None,
         invalid_block_ids=set(output.invalid_block_ids),
         kv_connector_worker_meta=WorkerFacts(share.facts, published) if share.facts or published else None,
     )

@@ -50,6 +50,7 @@ __all__ = [
 
 #: first element of the path of a MultiConnector's own facts; no child has this index.
 OWN = -1
+NO_CHILD = -2
 Key = tuple[str, Direction]
 DIRECTIONS: tuple[Direction, Direction] = ("send", "recv")
 NOBODY: frozenset[str] = frozenset()
@@ -304,7 +305,7 @@ class _Held:
     n: int
     claimers: frozenset[int]
     spare: bool
-    given: set[int] = field(default_factory=set)
+    given: list[int] = field(default_factory=list)
     passed: set[int] = field(default_factory=set)
     failed: bool = False
     why: str = ""
@@ -392,46 +393,39 @@ class EngineGate:
 
     def take(self, facts: Iterable[Fact]) -> list[Share]:
         """Apply our own facts; hand every child its facts and the ids that became complete for it."""
-        own: list[Fact] = []
         theirs: list[list[Fact]] = [[] for _ in range(self._children)]
+        touched: dict[Key, None] = {}
         for fact in facts:
-            head, rest = fact.child[:1], fact.child[1:]
-            if head == (OWN,):
-                own.append(msgspec.structs.replace(fact, child=rest))
-            elif head and 0 <= head[0] < self._children:
-                theirs[head[0]].append(msgspec.structs.replace(fact, child=rest))
+            path = fact.child
+            head, rest = path[0] if path else NO_CHILD, path[1:]
+            if head == OWN:
+                key = (fact.id, fact.direction)
+                touched[key] = None
+                self.ledger.report(fact, rest)
+                if fact.state == "failed" and (held := self._held.get(key)) is not None and held.n == fact.n:
+                    held.failed = True
+            elif 0 <= head < self._children:
+                theirs[head].append(
+                    Fact(fact.id, fact.direction, fact.n, fact.rank, fact.state, rest, fact.why, fact.more)
+                )
+        self._touched = touched
         news: list[list[Key]] = [[] for _ in range(self._children)]
-        for key in self._apply(own):
-            for child in self._give(key):
-                news[child].append(key)
+        for key in touched:
+            held = self._held.get(key)
+            if held is not None:
+                for (child,) in self.ledger.settled(*key)[len(held.given) :]:
+                    held.given.append(child)
+                    news[child].append(key)
         return [self._share(keys, child_facts) for keys, child_facts in zip(news, theirs, strict=True)]
 
-    def _apply(self, own: Iterable[Fact]) -> dict[Key, None]:
-        touched: dict[Key, None] = {}
-        for fact in own:
-            self.ledger.report(fact)
-            key = (fact.id, fact.direction)
-            held = self._held.get(key)
-            touched[key] = None
-            if held is not None and held.n == fact.n and fact.state == "failed":
-                held.failed = True
-        self._touched = touched
-        return touched
-
-    def _give(self, key: Key) -> frozenset[int]:
-        """The claimers whose ranks have all reported since the last call."""
-        held, pending = self._held.get(key), self.ledger.get(*key)
-        if held is None or pending is None:
-            return frozenset()
-        new = held.claimers - held.given - {path[0] for path, _ in pending.owed}
-        held.given |= new
-        return new
-
     def _share(self, keys: Sequence[Key], facts: Sequence[Fact]) -> Share:
+        if not keys:
+            return Share(facts=tuple(facts))
+        received = [id for id, direction in keys if direction == "recv"]
         return Share(
-            frozenset(id for id, direction in keys if direction == "send"),
-            frozenset(id for id, direction in keys if direction == "recv"),
-            frozenset(id for id, direction in keys if direction == "recv" and self._held[id, direction].failed),
+            frozenset([id for id, direction in keys if direction == "send"]),
+            frozenset(received),
+            frozenset([id for id in received if self._held[id, "recv"].failed]),
             tuple(facts),
         )
 
@@ -462,30 +456,37 @@ class EngineGate:
 
     def emit(self, sent: Iterable[str], received: Iterable[str], failed: Iterable[str]) -> Emit:
         """Filter the engine's sets; call after :meth:`take` and :meth:`passed` of the same step."""
-        failed = set(failed)
-        out: dict[Direction, set[str]] = {"send": set(), "recv": set()}
-        out_failed: set[str] = set()
-        why: dict[str, str] = {}
         named = dict(self._touched)
-        for direction, ids in zip(DIRECTIONS, (sent, received), strict=True):
-            for id in ids:
-                if self.ledger.mark_seen(id, direction):
-                    self._touched[id, direction] = None
-                elif (id, direction) in named:
-                    self.late += 1
-                else:
-                    out[direction].add(id)
-                    out_failed |= {id} & failed if direction == "recv" else set()
+        out_sent = self._siblings("send", sent, named)
+        out_received = self._siblings("recv", received, named)
+        out_failed = out_received.intersection(failed)
+        why: dict[str, str] = {}
         for id, direction in self._touched:
             over = self._release(id, direction)
             if over is None:
                 continue
-            out[direction].add(id)
+            if direction == "send":
+                out_sent.add(id)
+                continue
+            out_received.add(id)
             if over.failed:
                 out_failed.add(id)
                 why |= {id: over.why} if over.why else {}
         self._touched = {}
-        return Emit(frozenset(out["send"]), frozenset(out["recv"]), frozenset(out_failed), why)
+        return Emit(frozenset(out_sent), frozenset(out_received), frozenset(out_failed), why)
+
+    def _siblings(self, direction: Direction, ids: Iterable[str], named: Mapping[Key, None]) -> set[str]:
+        """Of the engine's set what is no business of ours; what is has been seen now."""
+        others: set[str] = set()
+        for id in ids:
+            key = (id, direction)
+            if self.ledger.mark_seen(id, direction):
+                self._touched[key] = None
+            elif key in named:
+                self.late += 1
+            else:
+                others.add(id)
+        return others
 
     def _release(self, id: str, direction: Direction) -> _Held | None:
         """Close a life that is due. None: nothing to emit."""
@@ -513,7 +514,7 @@ class EngineGate:
         for life in self.ledger.pending():
             line = life.describe(paths, now)
             held = self._held[life.id, life.direction]
-            vetoed = sorted(held.given - held.passed)
+            vetoed = sorted(set(held.given) - held.passed)
             if vetoed:
                 line += ", held back by " + ", ".join(names[child] for child in vetoed)
             lines.append(line)

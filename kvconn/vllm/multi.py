@@ -57,10 +57,14 @@ class VllmMultiFacts(KVConnectorWorkerMetadata):
     def aggregate(self, other: KVConnectorWorkerMetadata) -> VllmMultiFacts:
         if not isinstance(other, VllmMultiFacts):
             raise ContractError(f"worker metadata: expected another rank's facts, got {type(other).__name__}")
-        native = dict(self.native)
-        for index, meta in other.native.items():
-            native[index] = native[index].aggregate(meta) if index in native else meta
-        return VllmMultiFacts(self.inner.aggregate(other.inner), native)
+        joined, native = self.inner.aggregate(other.inner), self.native
+        if other.native:
+            native = dict(native)
+            for index, meta in other.native.items():
+                native[index] = native[index].aggregate(meta) if index in native else meta
+        if joined is self.inner and native is self.native:
+            return self
+        return VllmMultiFacts(joined, native)
 
 
 class KvconnMultiConnector(KvconnFacade):

@@ -67,7 +67,8 @@ class FakeChild(KVConnector):
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         if output.finished_sending or output.finished_recving:
-            self.calls.append(("output", (output.finished_sending, output.finished_recving, output.failed_recving)))
+            sets = (output.finished_sending, output.finished_recving, output.failed_recving)
+            self.calls.append(("output", tuple(one or set() for one in sets)))
         if self.vetoes:
             self._vetoed |= output.finished_sending or set()
             output.finished_sending = set()

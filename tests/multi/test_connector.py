@@ -10,6 +10,7 @@ import pytest
 
 from kvconn.base import (
     ConnectorRole,
+    Fact,
     FinishReason,
     KVBlocks,
     KVConnector,
@@ -289,7 +290,9 @@ def test_an_output_in_which_nobody_says_anything_is_shown_to_whom_it_means_somet
     fond, deaf = (mocker.spy(child, "update_connector_output") for child in kids(connector))
     connector.update_connector_output(KVConnectorOutput())
     assert (connector.hears_silence, fond.call_count, deaf.call_count) == (True, 1, 0)
-    connector.update_connector_output(KVConnectorOutput(finished_sending={"stranger"}))
+    connector.request_finished(request(), ((1,),), FinishReason.STOP)
+    own = WorkerFacts((Fact("a", "send", 1, 0, "done", (-1, 1)),))
+    connector.update_connector_output(KVConnectorOutput({"a"}, kv_connector_worker_meta=own))
     assert (fond.call_count, deaf.call_count) == (2, 1)
     alone = make({**fake("Deaf"), "kv_connector_module_path": __name__})
     assert not alone.hears_silence

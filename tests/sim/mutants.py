@@ -41,22 +41,26 @@ class Mutant:
 def counting() -> Iterator[None]:
     """Reports are counted, in the aggregator and in the ledgers: two words of one rank are two words."""
 
-    def report(self: Any, direction: Any, id: str, rank: int, now: float | None) -> None:
-        if direction == "send" and id in self._sent and (direction, id) not in self._entries:
+    def report(self: Any, direction: Any, id: str, ranks: int, now: float | None) -> None:
+        key = (direction, id)
+        if direction == "send" and id in self._sent and key not in self._entries:
             return
-        entry = self._entry((direction, id), now)
-        entry.ranks.add(len(entry.ranks))
-        if len(entry.ranks) >= self.need:
-            self._complete((direction, id))
+        entry = self._entries.get(key) or self._open(key, now)
+        entry.ranks = (1 << entry.ranks.bit_count() + ranks.bit_count()) - 1
+        if entry.ranks.bit_count() >= self.need:
+            self._complete(key, entry)
 
-    def word(self: CompletionLedger, fact: Any) -> None:
-        life = self._open.get((fact.id, fact.direction))
-        owed = life.owed.get(fact.child) if life is not None and life.n == fact.n else None
+    def word(self: CompletionLedger, fact: Any, child: Any = None) -> None:
+        life = self._open[fact.direction].get(fact.id)
+        child = fact.child if child is None else child
+        owed = life.owed.get(child) if life is not None and life.n == fact.n else None
         if life is not None and owed:
             life.failed |= fact.state == "failed"
             if fact.state != "failed":
                 for _ in range(fact.ranks.bit_count()):
-                    life.owed[fact.child] &= life.owed[fact.child] - 1
+                    life.owed[child] &= life.owed[child] - 1
+                if not life.owed[child]:
+                    life.settled.append(child)
 
     with patch.object(KVOutputAggregator, "_report", report), patch.object(CompletionLedger, "report", word):
         yield

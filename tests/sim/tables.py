@@ -31,6 +31,7 @@ KEPT = {
     ("KVOutputAggregator", "_received"): "bounded memory of ids whose words may come again",
     ("MultiConnector", "names"): "configuration",
     ("MultiConnector", "children"): "configuration",
+    ("MultiConnector", "_hooked"): "configuration",
 }
 TABLES = (dict, list, set, deque)
 
