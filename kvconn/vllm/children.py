@@ -206,6 +206,8 @@ class NativeChild(KVConnector):
         return answer
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
+        if not self.hears_silence:
+            return  # vLLM's own, which does nothing
         theirs = VllmOutput(
             finished_sending=output.finished_sending,
             finished_recving=output.finished_recving,
