@@ -278,12 +278,15 @@ class RankFacts(Collection[Fact]):
 
     @classmethod
     def of(cls, facts: Collection[Fact]) -> Collection[Fact]:
-        """Encoded, if they are of one rank alone."""
+        """Encoded, if they are of one rank alone and their ids are text, which a client's need not be."""
         ranks = {-1 if fact.more else fact.rank for fact in facts}
         rank = ranks.pop() if len(ranks) == 1 else -1
         if not 0 <= rank < MAX_RANKS:
             return tuple(facts)
-        return cls(rank, _encode([(f.id, f.direction, f.n, f.state, f.child, f.why) for f in facts]))
+        try:
+            return cls(rank, _encode([(f.id, f.direction, f.n, f.state, f.child, f.why) for f in facts]))
+        except UnicodeEncodeError:  # half a surrogate pair, from a client's JSON
+            return tuple(facts)
 
     def by(self, ranks: int) -> list[Fact]:
         """As said by ``ranks``, as bits."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 
 from kvconn.base import Fact, WorkerFacts
@@ -38,7 +39,14 @@ def test_words_that_were_joined_are_joined_again_without_lending_a_rank_anothers
 
 def test_facts_from_another_process_are_what_they_were() -> None:
     why = Fact("y", "recv", 2, 7, "failed", (0, -1), "P is gone")
-    for facts in ((fact("r", 1, 7), why), (fact("r", 1, 7), fact("r", 1, 6)), (fact("r", 1, -1),), ()):
+    half = json.loads('"\\ud800"')
+    for facts in (
+        (fact("r", 1, 7), why),
+        (fact(half, 1, 7), why),
+        (fact("r", 1, 7), fact("r", 1, 6)),
+        (fact("r", 1, -1),),
+        (),
+    ):
         said = WorkerFacts(facts)
         assert carried(said) == said and tuple(carried(said).facts) == facts
         assert len(carried(said).facts) == len(facts) and bool(carried(said).facts) == bool(facts)
