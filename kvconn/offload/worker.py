@@ -274,11 +274,10 @@ class OffloadWorker:
 
     def _save(self, number: Number, save: Save) -> bool:
         assert self.tier is not None, "a rank without a tier has no jobs"
-        copies = [self.tier.read(slot, self._length) for slot in save.slots]
+        data = self.tier.read_all(save.slots, self._length)
         if not self._saves.stands(number):
             return False  # given up: a slot may have been another block's when it was copied
-        blocks = list(zip(save.keys, copies, strict=True))
-        wrote = [self._tried(tier, partial(tier.write_all, blocks), len(blocks)) for tier in self._tiers]
+        wrote = [self._tried(tier, partial(tier.write_all, save.keys, data), len(save.keys)) for tier in self._tiers]
         return all(one is not None and all(one) for one in wrote)
 
     def _fetch(self, number: Number, fetch: Fetch) -> bool:

@@ -43,9 +43,11 @@ class SecondaryTier(ABC):
     def write(self, key: bytes, data: bytes) -> bool:
         """Store this rank's share of a block. True: it is there, now or already."""
 
-    def write_all(self, blocks: Sequence[tuple[bytes, bytes]]) -> list[bool]:
-        """:meth:`write` for some blocks, at most ``batch``."""
-        return [self.write(key, data) for key, data in blocks]
+    def write_all(self, keys: Sequence[bytes], data: memoryview) -> list[bool]:
+        """:meth:`write` for at most ``batch`` blocks of one length, one behind another in ``data``, which is not valid
+        after the call."""
+        size = len(data) // len(keys)
+        return [self.write(key, bytes(data[k * size : (k + 1) * size])) for k, key in enumerate(keys)]
 
     @abstractmethod
     def read(self, key: bytes) -> bytes | None:

@@ -33,7 +33,6 @@ from kvconn.offload.tiers.shares import TEMPORARY, WRITER, ShareIndex
 
 __all__ = ["FsTier"]
 
-Block = tuple[bytes, bytes]
 NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 #: seconds after which a temporary file belongs to nobody any more
 ABANDONED = 600.0
@@ -76,13 +75,14 @@ class FsTier(SecondaryTier):
             return [all(share.find(key) is not None for share in self._shares.values()) for key in keys]
 
     def write(self, key: bytes, data: bytes) -> bool:
-        return all(self.write_all([(key, data)]))
+        return all(self.write_all([key], memoryview(data)))
 
-    def write_all(self, blocks: Sequence[Block]) -> list[bool]:
-        new = list(self._unknown(blocks).items())
+    def write_all(self, keys: Sequence[bytes], data: memoryview) -> list[bool]:
+        new, size = self._unknown(keys), len(data) // len(keys)
         for at in range(0, len(new), self._together):
-            self._publish(new[at : at + self._together])
-        return [True] * len(blocks)
+            part = new[at : at + self._together]
+            self._publish([keys[k] for k in part], _picked(data, size, part))
+        return [True] * len(keys)
 
     def read(self, key: bytes) -> bytes | None:
         while (found := self._find(key)) is not None:  # a file that fails is forgotten, and another may have the block
@@ -132,13 +132,13 @@ class FsTier(SecondaryTier):
             os.utime(path)
         return data
 
-    def _unknown(self, blocks: Sequence[Block]) -> dict[bytes, bytes]:
-        """Those that no file has; the files of the others count as used."""
+    def _unknown(self, keys: Sequence[bytes]) -> list[int]:
+        """Which of ``keys`` no file has, each once; the files of the others count as used."""
         share = self._share()
         used: set[str] = set()
         with self._lock:
             self._look(share)
-            for key, _ in blocks:
+            for key in keys:
                 assert 0 < len(key) <= MAX_KEY, "keys are bounded where they come in"
                 found = share.find(key)
                 if found is not None and found[0] not in used:
@@ -147,21 +147,20 @@ class FsTier(SecondaryTier):
                         used.add(found[0])
                     except FileNotFoundError:
                         share.drop(found[0])
-            return {key: data for key, data in blocks if share.find(key) is None}
+            return list({key: k for k, key in enumerate(keys) if share.find(key) is None}.values())
 
     # -- files ---------------------------------------------------------------------------------------------------
 
-    def _publish(self, blocks: Sequence[Block]) -> None:
+    def _publish(self, keys: Sequence[bytes], data: memoryview) -> None:
         """One file of these blocks, whole or not at all."""
         share = self._share()
-        head, places = pack(share.owner, blocks)
-        parts = (head, *(data for _, data in blocks))
-        length = sum(map(len, parts))
+        head, places = pack(share.owner, keys, data)
+        length = len(head) + len(data)
         with self._lock:
             self._make_room(length)
         temporary = f"{share.folder}/{TEMPORARY}/{self._writer}-{next(self._serial)}"
         try:
-            self._write_new(temporary, parts)
+            self._write_new(temporary, (head, data))
             with self._lock:
                 self._rename(temporary, share.path(self._writer, self._next))
                 share.add(self._writer, self._next, places)
@@ -173,7 +172,7 @@ class FsTier(SecondaryTier):
                 os.unlink(temporary)
             raise
 
-    def _write_new(self, path: str, parts: Sequence[bytes]) -> None:
+    def _write_new(self, path: str, parts: tuple[bytes, memoryview]) -> None:
         """The parts one behind the other, in one call: each costs this thread a wait for the interpreter."""
         try:
             fd = os.open(path, NEW, 0o600)
@@ -260,6 +259,14 @@ class FsTier(SecondaryTier):
     def __repr__(self) -> str:
         used = "not scanned" if self._used is None else f"{self._used}/{self._max} bytes"
         return f"FsTier({self._root} {used})"
+
+
+def _picked(data: memoryview, size: int, which: Sequence[int]) -> memoryview:
+    """Some of the blocks in ``data``, of ``size`` bytes each."""
+    first, last = which[0], which[-1]
+    if last - first + 1 == len(which):
+        return data[first * size : (last + 1) * size]
+    return memoryview(b"".join([data[k * size : (k + 1) * size] for k in which]))
 
 
 def _entries(folder: str) -> list[os.DirEntry[str]]:
