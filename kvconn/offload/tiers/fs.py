@@ -147,7 +147,7 @@ class FsTier(SecondaryTier):
                         used.add(found[0])
                     except FileNotFoundError:
                         share.drop(found[0])
-            return list({key: k for k, key in enumerate(keys) if share.find(key) is None}.values())
+            return sorted({key: k for k, key in enumerate(keys) if share.find(key) is None}.values())
 
     # -- files ---------------------------------------------------------------------------------------------------
 
