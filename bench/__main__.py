@@ -18,6 +18,7 @@ BENCHES: Final = {
     "scale": "what a peer costs, and a thousand of them",
     "latency": "from P's end of a request to D's report that its KV has come",
     "stages": "the same in the reference engine, stage by stage",
+    "engines": "the same in real vLLM engines, to the first token",
     "offload": "blocks to and from each tier of the offloading connector",
     "idle": "what an agent costs while nothing moves",
 }

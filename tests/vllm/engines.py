@@ -138,6 +138,9 @@ class Process:
 class Engine(Process):
     """One in-process vLLM engine in a child process. Starts in the background; :meth:`ready` waits for it."""
 
+    #: what the child process runs
+    main = "tests.vllm.child"
+
     def __init__(
         self,
         name: str,
@@ -155,7 +158,7 @@ class Engine(Process):
         self._buffer = b""
         self._started = False
         read, write = os.pipe()
-        command = [sys.executable, "-m", "tests.vllm.child", json.dumps(arguments(model, transfer, more))]
+        command = [sys.executable, "-m", self.main, json.dumps(arguments(model, transfer, more))]
         settings = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "ENGINE_FD": str(write), **(env or {})}
         self._start(command, settings, subprocess.PIPE, [write])
         os.close(write)
