@@ -109,7 +109,7 @@ class Files:
         self.newest: list[bytes] = []
         self.root, self.at = root, -TURN
         self.plain = os.open(f"{root}/plain", os.O_RDWR | os.O_CREAT, 0o600)
-        self.kept = [self.slots.read(slot, block_bytes) for slot in range(self.count)]
+        self.kept = [bytes(self.slots.read_all([slot], block_bytes)) for slot in range(self.count)]
         for warm in (self.store, self.load, self.pwrite, self.pread):
             warm()
 
@@ -122,7 +122,7 @@ class Files:
         """As the worker half does: some blocks at once, copied first."""
         for at in range(0, self.count, self.together):
             keys = self.newest[at : at + self.together]
-            self.tier.write_all([(key, self.slots.read(at + k, self.block_bytes)) for k, key in enumerate(keys)])
+            self.tier.write_all(keys, self.slots.read_all(range(at, at + len(keys)), self.block_bytes))
 
     def load(self) -> float:
         return wall(self._load)

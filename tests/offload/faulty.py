@@ -45,13 +45,13 @@ class HalfWritten(_Faulty):
     batch = 2
     begun = 0
 
-    def _write_new(self, path: str, parts: Sequence[bytes]) -> None:
+    def _write_new(self, path: str, parts: tuple[bytes, memoryview]) -> None:
         self.begun += 1
         if self.begun < 3:
             super()._write_new(path, parts)
             return
         whole = b"".join(parts)
-        super()._write_new(path, (whole[: len(whole) // 2],))
+        super()._write_new(path, (b"", memoryview(whole)[: len(whole) // 2]))
         mark = self.marks / "half.new"
         mark.write_text(path)
         mark.rename(self.marks / "half")  # who sees it may end this process at once
@@ -63,7 +63,7 @@ class Meeting(_Faulty):
 
     batch = 1  # or the two would not write the same files
 
-    def _write_new(self, path: str, parts: Sequence[bytes]) -> None:
+    def _write_new(self, path: str, parts: tuple[bytes, memoryview]) -> None:
         super()._write_new(path, parts)
         place = self.marks / parts[1][-64:].hex()
         place.mkdir(exist_ok=True)
@@ -81,9 +81,9 @@ class Slow(_Faulty):
         self._rest()
         return super().present(keys)
 
-    def write_all(self, blocks: Sequence[tuple[bytes, bytes]]) -> list[bool]:
+    def write_all(self, keys: Sequence[bytes], data: memoryview) -> list[bool]:
         self._rest()
-        return super().write_all(blocks)
+        return super().write_all(keys, data)
 
     def read(self, key: bytes) -> bytes | None:
         self._rest()

@@ -33,8 +33,8 @@ def stores_and_loads(copier: Copier, tier: HostTier, caches: list[Any]) -> None:
     stored = b"".join(
         old[3 * stride :][:length].tobytes() for old, (stride, length) in zip(before, SHAPES, strict=True)
     )
-    assert tier.read(1, len(stored)) == stored
-    assert tier.read(0, tier.slot_bytes) == tier.read(2, tier.slot_bytes) == bytes(tier.slot_bytes)
+    assert tier.read_all([1], len(stored)) == stored
+    assert tier.read_all([0, 2], tier.slot_bytes) == bytes(2 * tier.slot_bytes)
 
     copier.copy(tier.address(1), (0,), load=True, after=copier.mark())
     for cache, old, (stride, length) in zip(caches, before, SHAPES, strict=True):

@@ -70,7 +70,7 @@ def view_of(id: str, seed: int, blocks: int, *, extra: int = 1) -> RequestView:
 def in_tier(side: Side, seed: int, block: int, rank: int = 0) -> bytes | None:
     """What a rank's tier has of block ``block`` of a prompt."""
     slot, tier = scheduler(side).index.slot(f"{seed}:{block}".encode()), worker(side, rank).tier
-    return None if slot is None or tier is None else tier.read(slot, BLOCK_BYTES)
+    return None if slot is None or tier is None else bytes(tier.read_all([slot], BLOCK_BYTES))
 
 
 def stored(seed: int, block: int) -> bytes:

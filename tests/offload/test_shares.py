@@ -34,7 +34,7 @@ def data_of(key: bytes) -> bytes:
 
 
 def write(one: FsTier, *keys: bytes) -> None:
-    assert one.write_all([(key, data_of(key)) for key in keys]) == [True] * len(keys)
+    assert one.write_all(keys, memoryview(b"".join(map(data_of, keys)))) == [True] * len(keys)
 
 
 def segments(root: Path, share: str = "s0") -> list[Path]:
@@ -91,7 +91,7 @@ def test_a_directory_that_is_gone_takes_its_blocks_along(tmp_path: Path) -> None
 def test_a_block_that_two_engines_wrote_is_found_in_the_other_file_when_one_is_gone(tmp_path: Path) -> None:
     reader, *pair = [tier(tmp_path) for _ in range(3)]
     for one in pair:
-        one._publish([(b"a", data_of(b"a"))])
+        one._publish([b"a"], memoryview(data_of(b"a")))
     assert reader.present([b"a"]) == [True] and len(segments(tmp_path)) == 2
     for path in segments(tmp_path):
         assert reader.read(b"a") == data_of(b"a")

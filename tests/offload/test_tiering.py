@@ -92,7 +92,7 @@ def test_a_disk_that_hangs_holds_up_neither_requests_nor_the_end(
     filled(start, tmp_path)
     go = threading.Event()
     hung = mocker.patch.object(FsTier, "present", side_effect=lambda keys: go.wait(60) and [False] * len(keys))
-    mocker.patch.object(FsTier, "write_all", side_effect=lambda blocks: go.wait(60) and [True] * len(blocks))
+    mocker.patch.object(FsTier, "write_all", side_effect=lambda keys, data: go.wait(60) and [True] * len(keys))
     engine = start(tmp_path, kvconn={"lookup": 0.05, "store": 0.2})
     engine.run(REQUESTS)
     assert engine.tokens == expected
@@ -161,8 +161,8 @@ def test_a_read_that_hangs_touches_no_slot_when_it_comes_back(
 
 def test_a_slot_that_was_copied_too_late_is_not_saved(mocker: Any) -> None:
     """The job was given up, so that the slot may have been another block's."""
-    go, real = threading.Event(), HostTier.read
-    mocker.patch.object(HostTier, "read", lambda self, slot, length: go.wait(60) and real(self, slot, length))
+    go, real = threading.Event(), HostTier.read_all
+    mocker.patch.object(HostTier, "read_all", lambda self, slots, length: go.wait(60) and real(self, slots, length))
     mocker.patch.object(DictTier, "kept", {})
     engine = LocalEngine(out_of_tree(), num_blocks=16)
     try:
