@@ -132,7 +132,7 @@ class NixlKvconn(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     waiting_max: Count = LIMITS.waiting_max
     peers_max: Count = LIMITS.peers_max
     progress: Literal["nixl", "pump", "poll"] = "pump"
-    #: off: small parts of a peer on this host too are read one by one, by UCX
+    #: off: a peer on this host too is read by UCX, part by part
     batch_reads: Literal["auto", "off"] = "auto"
     #: reads from a peer that has no fence, whose bytes nothing can prove
     unfenced: Literal["allow", "refuse"] = "allow"

@@ -2,8 +2,9 @@
 
 Rules
 1. Blocks are cut into units, the longest runs of tokens that stay together on both sides; each unit that we lack is
-   paired with the unit of theirs that has its tokens. Pairs are sorted by ours, and neighbours on both sides are one
-   range: NIXL merges only what ascends together on both sides, and pays for every range.
+   paired with the unit of theirs that has its tokens. Pairs are sorted by theirs, where every range costs
+   (:mod:`~kvconn.transport.near`), and neighbours on both sides are one range: NIXL merges only what ascends together
+   on both sides, and pays for every range.
 2. Nothing is touched but units of the blocks to fill that hold one of the first ``tokens`` tokens.
 3. A block to fill is filled: each of its units that begins below ``tokens`` is read, or nothing is. Engines find a
    block again for any prompt that begins with its tokens, also one that sees more of it than this prompt's window does.
@@ -87,7 +88,7 @@ def permuted(plans: Sequence[Plan], local: BlockIds) -> list[tuple[Permute, Ints
 
 
 def pair_units(lane: Lane, local: BlockIds, remote: BlockIds, hit: int, tokens: int, held: int) -> tuple[Ints, Ints]:
-    """Indices of our units to fill, ascending, and of the units of theirs that fill them. Raises RequestError."""
+    """Indices of our units to fill, and of the units of theirs that fill them, ascending. Raises RequestError."""
     if lane.remote_group >= len(remote):
         raise RequestError(FIELD, f"at least {lane.remote_group + 1} cache groups", len(remote))
     field = f"{FIELD}[{lane.remote_group}]"
@@ -103,7 +104,7 @@ def pair_units(lane: Lane, local: BlockIds, remote: BlockIds, hit: int, tokens: 
     highest = int(there.max()) // (lane.theirs.logical // lane.unit) if len(there) else 0
     if highest >= lane.pool:
         raise RequestError(field, f"block ids below the peer's {lane.pool}", highest)
-    order = np.argsort(at, kind="stable")
+    order = np.argsort(there, kind="stable")
     return at[order], there[order]
 
 

@@ -1,7 +1,7 @@
 """The memory of another process on this host, many parts by one system call.
 
 UCX's cma makes a request and a system call of its own for every part. ``process_vm_readv`` takes 1024 parts at once,
-and the rest is most of what small parts cost (docs/performance.md).
+and the rest is most of what small parts cost; of a few large parts it costs no more (docs/performance.md).
 
 Rules
 1. It is the call that UCX's cma makes, and is made only where UCX may make it, on either side: a process whose UCX may
@@ -10,7 +10,10 @@ Rules
    process behind it is alive after the copy: so it was that process that was read, and not one that got its pid.
    A name that tells of this process is met with nobody: a peer does not choose what is read of our own memory.
 3. What was asked for has all come when the call returns, and nothing is under way then. Whatever is not that, NIXL is
-   asked for instead, and it says what is wrong.
+   asked for instead, and it says what is wrong. The kernel does not know what they registered; places come of their
+   handshake, and who lies in it can as well hand over other bytes.
+4. To the kernel each side is a stream of bytes, cut as that side likes: neighbours are joined on each side by itself.
+   What counts is their side, whose pages are looked up part by part; so callers name parts in the order of theirs.
 """
 
 from __future__ import annotations
@@ -27,19 +30,13 @@ import numpy as np
 from kvconn.transport.base import Descs
 from kvconn.transport.ucx import cma_usable
 
-__all__ = ["Near", "may_be_near", "whereabouts", "worth_it"]
+__all__ = ["Near", "may_be_near", "whereabouts"]
 
 #: parts of one call: the kernel's IOV_MAX
 AT_ONCE: Final = 1024
-#: measured, docs/performance.md: fewer or larger parts are as quick by NIXL
-FEWEST: Final = 16
-LARGEST: Final = 256 << 10
+#: bytes of one call; the kernel stops short of 2 GiB
+MOST: Final = 1 << 30
 _PROC: Final = Path("/proc")
-
-
-def worth_it(parts: int, nbytes: int) -> bool:
-    """Are these parts so many and so small that reading them at once saves time?"""
-    return parts >= FEWEST and nbytes < parts * LARGEST
 
 
 def may_be_near(tls: str) -> bool:
@@ -111,11 +108,11 @@ class Near:
 
     def read(self, local: Descs, remote: Descs) -> bool:
         """Copy ``remote[i]`` of it to ``local[i]`` for every i; False when not all of it is known to have come."""
-        here, there = np.ascontiguousarray(local[:, :2]), np.ascontiguousarray(remote[:, :2])
-        for start in range(0, len(here), AT_ONCE):
-            mine, theirs = here[start : start + AT_ONCE], there[start : start + AT_ONCE]
-            got = self._call(self._pid, mine.ctypes.data, len(mine), theirs.ctypes.data, len(theirs), 0)
-            if got != int(mine[:, 1].sum()):
+        here, mine, there, theirs = _calls(local, remote)
+        for i in range(len(mine) - 1):
+            ours, others = here[mine[i] : mine[i + 1]], there[theirs[i] : theirs[i + 1]]
+            got = self._call(self._pid, ours.ctypes.data, len(ours), others.ctypes.data, len(others), 0)
+            if got != int(ours[:, 1].sum()):
                 return False
         return not self._alive.poll(0)
 
@@ -127,3 +124,32 @@ class Near:
 
     def __repr__(self) -> str:
         return f"<Near pid {self._pid}>"
+
+
+def _calls(local: Descs, remote: Descs) -> tuple[Descs, list[int], Descs, list[int]]:
+    """Vectors of both sides, each followed by where those of every call begin and those of the last one end."""
+    largest = int(local[:, 1].max())
+    if len(local) == 1 and largest <= MOST:  # a fence word: what follows costs ten times what reading it does
+        return np.ascontiguousarray(local), [0, 1], np.ascontiguousarray(remote), [0, 1]
+    if largest > MOST:
+        local, remote = _cut(local), _cut(remote)
+    every = max(1, min(AT_ONCE, MOST // largest))
+    return *_vectors(local, every), *_vectors(remote, every)
+
+
+def _cut(parts: Descs) -> Descs:
+    """These parts, none longer than ``MOST``."""
+    pieces = -(-parts[:, 1] // MOST)
+    which = np.repeat(np.arange(len(parts)), pieces)
+    off = (np.arange(len(which)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * MOST
+    return np.stack([parts[which, 0] + off, np.minimum(parts[which, 1] - off, MOST)], axis=1)
+
+
+def _vectors(parts: Descs, every: int) -> tuple[Descs, list[int]]:
+    """Address and length of what lies together, and the number of the vector that begins every so many parts."""
+    begins = np.ones(len(parts), np.bool_)
+    begins[1:] = parts[1:, 0] != parts[:-1, 0] + parts[:-1, 1]
+    begins[::every] = True
+    first = np.flatnonzero(begins)
+    vectors = np.stack([parts[first, 0], np.add.reduceat(parts[:, 1], first)], axis=1)
+    return vectors, [*np.searchsorted(first, np.arange(0, len(parts), every)).tolist(), len(first)]

@@ -13,7 +13,7 @@ Rules (F1 to F8 are docs/design.md, section 2; measured on nixl 1.5.1)
 5. A handle that is not final is never released and its peer never removed (C6). The one exception is
    :meth:`NixlTransport.close`, which destroys the agent, and after that nothing lands (F1).
 6. What NIXL raises ends here: callers see ``TransportError``, which says whose fault it is and what to do.
-7. Many small parts of a process on this host are read by :mod:`~kvconn.transport.near`, and are quiet at once.
+7. The memory of a process on this host is read by :mod:`~kvconn.transport.near`, and is quiet at once.
 8. The environment that UCX reads is settled before nixl is loaded (``prepare_ucx_env``); what the user set stands.
 """
 
@@ -36,9 +36,9 @@ from kvconn.transport import blame
 from kvconn.transport.base import Descs, HandleState, MemoryRegion, MemType, Progress, Transport
 from kvconn.transport.blob import damage
 from kvconn.transport.gate import Gate
-from kvconn.transport.near import Near, may_be_near, whereabouts, worth_it
+from kvconn.transport.near import Near, may_be_near, whereabouts
 from kvconn.transport.pacing import Round
-from kvconn.transport.parts import Spans, joined
+from kvconn.transport.parts import Spans, check, joined
 from kvconn.transport.pump import Pump, event_sets
 from kvconn.transport.ucx import prepare_ucx_env
 
@@ -62,7 +62,7 @@ class _Peer:
 
     def __init__(self, blob: bytes, near: Near | None) -> None:
         self.blob = blob
-        #: its process, where many small parts of it are read at once.
+        #: its process, where that is read without NIXL.
         self.near = near
         #: its read of no bytes (rule 3), made at the first DONE.
         self.probe: Any = None
@@ -265,17 +265,17 @@ class NixlTransport(Transport):
         Parts that go on where the one before ended, on both sides, become one: every part costs microseconds (F3).
         Over CMA the copying happens in here. When the error carries a handle, parts may be under way (F4).
         """
-        theirs, ours = joined(remote, local, remote_device, local_device)
-        nbytes = int(ours[:, 1].sum())
-        what = f"read of {len(ours)} parts, {nbytes} bytes from {peer}"
+        nbytes = check(remote, local)
         with self._gate:
             agent = self._open("post_read")
             if peer not in self._peers:
                 raise blame.unknown_peer("post_read", peer)
-            if local_mem == remote_mem == "DRAM" and self._read_near(self._peers[peer], ours, theirs, nbytes):
+            if local_mem == remote_mem == "DRAM" and self._read_near(self._peers[peer], local, remote):
                 handle, self._next_handle = self._next_handle, self._next_handle + 1
                 self._reads[handle] = _Read(peer, nbytes, None, (), HandleState.DONE)
                 return handle
+            theirs, ours = joined(remote, local, remote_device, local_device)
+            what = f"read of {len(ours)} parts, {nbytes} bytes from {peer}"
             try:
                 native = agent.initialize_xfer(
                     "READ", agent.get_xfer_descs(ours, local_mem), agent.get_xfer_descs(theirs, remote_mem), peer
@@ -426,11 +426,11 @@ class NixlTransport(Transport):
 
     # -- under the gate
 
-    def _read_near(self, peer: _Peer, ours: Descs, theirs: Descs, nbytes: int) -> bool:
-        """Read it here and now, if that is quicker; False: NIXL is asked, now and for good where it did not work."""
-        if peer.near is None or not worth_it(len(ours), nbytes) or not self._memory.hold(ours):
+    def _read_near(self, peer: _Peer, local: Descs, remote: Descs) -> bool:
+        """Read it here and now; False: NIXL is asked, now and for good where it did not work."""
+        if peer.near is None or not self._memory.hold(local):
             return False
-        if not peer.near.read(ours, theirs):
+        if not peer.near.read(local, remote):
             _move_away(peer)
             return False
         return True

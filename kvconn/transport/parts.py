@@ -8,11 +8,11 @@ import numpy.typing as npt
 from kvconn.errors import TransportError
 from kvconn.transport.base import Descs
 
-__all__ = ["Spans", "joined"]
+__all__ = ["Spans", "check", "joined"]
 
 
-def joined(remote: Descs, local: Descs, remote_device: int, local_device: int) -> tuple[Descs, Descs]:
-    """Both sides as NIXL wants them, ``(address, length, device)``, with adjacent parts merged.
+def check(remote: Descs, local: Descs) -> int:
+    """Raise TransportError unless they pair; returns their bytes.
 
     They are checked here because NIXL does not: it copies the local length from wherever the remote address points.
     """
@@ -32,6 +32,12 @@ def joined(remote: Descs, local: Descs, remote_device: int, local_device: int) -
         )
     if lengths.min() <= 0:
         raise TransportError(f"post_read: a part of {int(lengths.min())} bytes; a fault of ours")
+    return int(lengths.sum())
+
+
+def joined(remote: Descs, local: Descs, remote_device: int, local_device: int) -> tuple[Descs, Descs]:
+    """Both sides as NIXL wants them, ``(address, length, device)``, with adjacent parts merged."""
+    lengths = local[:, 1]
     if len(local) > 1:
         starts = np.ones(len(local), np.bool_)
         starts[1:] = (np.diff(local[:, 0]) != lengths[:-1]) | (np.diff(remote[:, 0]) != lengths[:-1])

@@ -80,8 +80,8 @@ class TestPairing:
     def test_prefix_hits_skip_the_producers_first_blocks_and_its_tail_is_not_read(self) -> None:
         assert units(LANE, [(10, 11)], [(1, 2, 3, 4, 5)], 2, 16) == [(10, 3), (11, 4)]
 
-    def test_pairs_ascend_in_our_blocks(self) -> None:
-        assert units(LANE, [(9, 2, 5)], [(1, 7, 3)], 0, 12) == [(2, 7), (5, 3), (9, 1)]
+    def test_pairs_ascend_in_their_blocks(self) -> None:
+        assert units(LANE, [(9, 2, 5)], [(1, 7, 3)], 0, 12) == [(9, 1), (5, 3), (2, 7)]
 
     def test_blocks_beyond_the_tokens_that_are_held_are_left_alone(self) -> None:
         assert units(LANE, [(10, 11)], [(1,)], 0, 3) == [(10, 1)]
@@ -94,7 +94,7 @@ class TestPairing:
 
     def test_half_as_long_blocks_of_theirs_fill_halves_of_ours_as_far_as_there_are_any(self) -> None:
         half = lane(ours=Slots(4), theirs=Slots(2), unit=2)
-        assert units(half, [(3, 4)], [(9, 8, 7)], 0, 6) == [(6, 9), (7, 8), (8, 7)]
+        assert units(half, [(3, 4)], [(9, 8, 7)], 0, 6) == [(8, 7), (7, 8), (6, 9)]
 
     def test_logical_blocks_are_kernel_blocks_in_a_row(self) -> None:
         kernel = lane(ours=Slots(2, 2), theirs=Slots(4), unit=2)

@@ -1,4 +1,4 @@
-"""Many small parts of a process on this host: what comes, whose memory it is, and when NIXL is asked instead."""
+"""The memory of a process on this host: what comes, whose memory it is, and when NIXL is asked instead."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ import pytest
 
 from kvconn.config import NixlKvconn, NixlSettings
 from kvconn.nixl.connector import _nixl_transport
+from kvconn.transport import near as near_module
 from kvconn.transport import ucx
-from kvconn.transport.near import AT_ONCE, Near, may_be_near, whereabouts, worth_it
+from kvconn.transport.near import AT_ONCE, Near, may_be_near, whereabouts
 from kvconn.transport.parts import Spans
 from tests.transport.peer import ANY, TCP, ChildError, until
-from tests.transport.test_nixl_transport import MIB, PAGE, SIZE, Pair, make_pair
+from tests.transport.test_nixl_transport import PAGE, SIZE, Pair, make_pair
 
 needs_cma = pytest.mark.skipif(not ucx.cma_usable(), reason="process_vm_readv between processes is not permitted here")
 pytestmark = [pytest.mark.timeout(60), needs_cma]
@@ -54,11 +55,12 @@ def test_the_bytes_are_exact_and_nothing_else_is_touched(pair: Pair) -> None:
     assert pair.d("read", 0, SIZE) == bytes(expected)
 
 
-def test_few_or_large_parts_are_read_by_nixl(pair: Pair) -> None:
-    handle = pair.post(*[(off, MIB // 2) for off in range(0, SIZE, MIB)])  # of 16 parts
-    assert pair.d("ended", handle) == "DONE"
-    assert pair.d("probed", pair.p_name)
-    assert pair.d("near", pair.p_name)
+def test_a_single_word_and_all_there_is_are_read_so_too(pair: Pair) -> None:
+    pair.p("scramble", 1)
+    for part in ((8, 8), (0, SIZE)):
+        assert pair.d("state", pair.post(part)) == "DONE"
+        assert pair.d("read", *part) == pair.p("read", *part)
+    assert not pair.d("probed", pair.p_name), "NIXL was asked"
 
 
 def test_a_part_outside_of_our_registered_memory_is_refused_and_nothing_written(pair: Pair) -> None:
@@ -193,13 +195,29 @@ def test_a_process_that_ended_meanwhile_gives_nothing(other: Other) -> None:
         assert not gone.read(local, remote)
 
 
+@pytest.mark.parametrize("parts_at_once", [1, 3, 1024])
+@pytest.mark.parametrize("bytes_at_once", [1, 5, 16, 1 << 30])
+def test_each_side_is_cut_as_it_likes_and_calls_are_bounded(
+    other: Other, monkeypatch: pytest.MonkeyPatch, parts_at_once: int, bytes_at_once: int
+) -> None:
+    monkeypatch.setattr(near_module, "AT_ONCE", parts_at_once)
+    monkeypatch.setattr(near_module, "MOST", bytes_at_once)
+    near = Near.meet(name_of(other.pid))
+    assert near is not None and other.stdout is not None
+    here, held = np.zeros(64, np.uint8), int(other.stdout.readline())
+    expected = here.copy()
+    local, remote = [], []
+    # neighbours on both sides, on theirs, on ours, on neither; of several lengths
+    for to, at, length in ((0, 0, 8), (8, 8, 7), (40, 15, 9), (50, 24, 1), (51, 40, 8), (60, 62, 2)):
+        local.append([here.ctypes.data + to, length])
+        remote.append([held + at, length])
+        expected[to : to + length] = np.arange(at, at + length)
+    assert near.read(np.array(local, np.int64), np.array(remote, np.int64))
+    assert here.tolist() == expected.tolist()
+    near.close()
+
+
 # -- what is decided
-
-
-def test_it_is_worth_it_for_many_small_parts() -> None:
-    assert worth_it(8192, 32 * MIB)
-    assert not worth_it(15, 15 * PAGE)
-    assert not worth_it(16, 16 * MIB)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from kvconn.errors import TransportError
 from kvconn.transport import ucx
 from kvconn.transport.gate import Gate
 from kvconn.transport.nixl import NixlTransport
-from kvconn.transport.parts import joined
+from kvconn.transport.parts import check, joined
 from tests.transport.peer import ANY, ROOT, TCP, Child, ChildError, until
 
 pytestmark = pytest.mark.timeout(60)
@@ -64,16 +64,16 @@ def make_pair(stack: ExitStack, env: dict[str, str], **kwargs: object) -> Pair:
 
 @pytest.fixture(scope="module", params=[CMA, OVER_TCP, NO_CMA])
 def shared(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    """For tests that leave both sides as they found them."""
+    """For tests that leave both sides as they found them. NIXL reads; what is read beside it is test_near's."""
     with ExitStack() as stack:
-        yield make_pair(stack, request.param)
+        yield make_pair(stack, request.param, batch=False)
 
 
 @pytest.fixture
 def own(request: pytest.FixtureRequest) -> Iterator[Pair]:
     """For tests that stop, kill or close a side."""
     with ExitStack() as stack:
-        yield make_pair(stack, getattr(request, "param", TCP))
+        yield make_pair(stack, getattr(request, "param", TCP), batch=False)
 
 
 # -- what works
@@ -225,7 +225,7 @@ def test_memory_that_nobody_registered_is_refused_before_anything_is_posted(shar
 )
 def test_descriptors_are_checked(local: list[list[int]], remote: list[list[int]], says: str) -> None:
     with pytest.raises(TransportError, match=says):
-        joined(np.array(remote, np.int64), np.array(local, np.int64), 0, 0)
+        check(np.array(remote, np.int64), np.array(local, np.int64))
 
 
 def test_empty_and_mistyped_descriptors_are_refused() -> None:
@@ -233,7 +233,7 @@ def test_empty_and_mistyped_descriptors_are_refused() -> None:
     bad: Any
     for bad in (np.empty((0, 2), np.int64), good.astype(np.uint64), good.astype(np.float64), good[0]):
         with pytest.raises(TransportError, match="expected local"):
-            joined(good, bad, 0, 0)
+            check(good, bad)
 
 
 def test_adjacent_parts_are_merged_only_when_both_sides_go_on() -> None:
