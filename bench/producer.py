@@ -2,6 +2,8 @@
 
 Both are stopped (SIGSTOP) while it is not their turn: stock's agents spin, and would take a core each from the others.
 P steps once a millisecond, D as fast as it can; both wait for orders otherwise.
+Raw NIXL has agents of its own in the processes of our connectors: how fast memory is read depends on the pages that
+a process was given, by a third between one pair and the next.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import multiprocessing
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,19 +23,18 @@ from kvconn.nixl import reader
 from kvconn.transport.base import MemoryRegion
 from kvconn.transport.nixl import NixlTransport
 
-__all__ = ["Engines", "Spent", "Subject", "caches", "regions"]
+__all__ = ["Engines", "Spent", "caches", "regions"]
 
 DEADLINE = 120.0
-Subject = Kind | Literal["raw"]
 #: seconds by phase; "all" is from D's first step to its report
 Spent = dict[str, float]
 
 
 class Engines:
-    """The driver's end. ``raw``: two bare agents instead of connectors."""
+    """The driver's end."""
 
-    def __init__(self, kind: Subject, layers: int, blocks: int, block_bytes: int) -> None:
-        self.kind: Subject = kind
+    def __init__(self, kind: Kind, layers: int, blocks: int, block_bytes: int) -> None:
+        self.kind: Kind = kind
         self._started = 0
         context = multiprocessing.get_context("spawn")
         made = []
@@ -54,6 +55,13 @@ class Engines:
         self._processes.go()
         params = self._order(0, (id, remote))
         spent: Spent = self._order(1, (id, local, params))
+        self.stop()
+        return spent
+
+    def read_raw(self, blocks: int) -> Spent:
+        """As many bytes, from the first block on, by one bare agent from the other."""
+        self._processes.go()
+        spent: Spent = self._order(1, blocks)
         self.stop()
         return spent
 
@@ -93,16 +101,11 @@ def _agent(tensors: dict[str, torch.Tensor]) -> NixlTransport:
 # -- P
 
 
-def _produce(pipe: Connection, kind: Subject, layers: int, blocks: int, block_bytes: int) -> None:
+def _produce(pipe: Connection, kind: Kind, layers: int, blocks: int, block_bytes: int) -> None:
     tensors = caches(layers, blocks, block_bytes, 7)
-    if kind == "raw":
-        raw = _agent(tensors)
-        pipe.send((raw.metadata(), [one.data_ptr() for one in tensors.values()]))
-        while True:
-            pipe.recv()
-            pipe.send(None)
+    raw = _agent(tensors) if kind == "ours" else None
     p = Halves(kind, "kv_producer", blocks=blocks, block_bytes=block_bytes, caches=tensors, layers=layers)
-    pipe.send(None)
+    pipe.send((raw.metadata(), [one.data_ptr() for one in tensors.values()]) if raw is not None else None)
     while True:
         if pipe.poll(0.001):
             params = p.prefill(*pipe.recv())
@@ -114,19 +117,22 @@ def _produce(pipe: Connection, kind: Subject, layers: int, blocks: int, block_by
 # -- D
 
 
-def _consume(pipe: Connection, kind: Subject, layers: int, blocks: int, block_bytes: int) -> None:
+def _consume(pipe: Connection, kind: Kind, layers: int, blocks: int, block_bytes: int) -> None:
     tensors = caches(layers, blocks, block_bytes, 0)
     told = pipe.recv()
-    read = (
-        _raw(tensors, block_bytes, *told) if kind == "raw" else _connector(kind, tensors, layers, blocks, block_bytes)
-    )
+    read_raw = _raw(tensors, block_bytes, *told) if told is not None else None
+    read = _connector(kind, tensors, layers, blocks, block_bytes)
     pipe.send(None)
     while True:
-        id, local, params = pipe.recv()
+        order = pipe.recv()
+        if read_raw is not None and isinstance(order, int):
+            pipe.send(read_raw(order))
+            continue
+        id, local, params = order
         for one in tensors.values():
             one[local[0]] = one[local[-1]] = 0
         spent = read(id, local, params)
-        if kind != "raw" and any(bool((one[local, 0, -1, -1] != 7).any()) for one in tensors.values()):
+        if any(bool((one[local, 0, -1, -1] != 7).any()) for one in tensors.values()):
             raise RuntimeError(f"{id}: the bytes did not come")
         pipe.send(spent)
 
@@ -134,12 +140,12 @@ def _consume(pipe: Connection, kind: Subject, layers: int, blocks: int, block_by
 Read = Callable[[str, list[int], Any], Spent]
 
 
-def _raw(tensors: dict[str, torch.Tensor], block_bytes: int, blob: bytes, bases: list[int]) -> Read:
+def _raw(tensors: dict[str, torch.Tensor], block_bytes: int, blob: bytes, bases: list[int]) -> Callable[[int], Spent]:
     agent = _agent(tensors)
     peer = agent.add_peer(blob)
 
-    def read(id: str, local: list[int], params: Any) -> Spent:
-        size = block_bytes * len(local)
+    def read(blocks: int) -> Spent:
+        size = block_bytes * blocks
         ours = np.array([[one.data_ptr(), size] for one in tensors.values()], np.int64)
         theirs = np.array([[base, size] for base in bases], np.int64)
         return {"all": timed_read(agent, peer, ours, theirs)}

@@ -5,14 +5,15 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Iterator
+from typing import cast
 
 import numpy as np
 
 from bench import recorded
-from bench.halves import KINDS
+from bench.halves import KINDS, Kind
 from bench.measure import Series, Table, number
 from bench.pools import STATES, ids, mean_run
-from bench.producer import Engines, Spent, Subject
+from bench.producer import Engines, Spent
 
 __all__ = ["run"]
 
@@ -21,7 +22,7 @@ KIB = 1024
 SHAPES = ((4 * KIB, 16, 512), (8 * KIB, 16, 256), (16 * KIB, 16, 256), (64 * KIB, 8, 128), (2048 * KIB, 4, 16))
 #: the pool, in requests of this size; and its blocks at least, where they are small: as many as vLLM's recorded one
 POOL, LEAST = 4, 2048
-SUBJECTS: tuple[Subject, ...] = (*KINDS, "raw")
+SUBJECTS = (*KINDS, "raw")
 PHASES = ("pairing", "reads", "word")
 
 
@@ -34,7 +35,7 @@ def run(rounds: int = 9) -> Iterator[Table]:
         )
         phases = Table(f"Bytes: {what}, where the time went, us", ("pools", "whose", *PHASES, "the rest", "all"))
         pool = max(POOL * count, LEAST if block_bytes <= 16 * KIB else 0)
-        engines = {kind: Engines(kind, layers, pool, block_bytes) for kind in SUBJECTS}
+        engines = {kind: Engines(kind, layers, pool, block_bytes) for kind in KINDS}
         try:
             for name, remote, local in _pools(pool, count):
                 _row(engines, block_bytes * layers, name, remote, local, rounds, table, phases)
@@ -55,18 +56,20 @@ def _pools(pool: int, count: int) -> Iterator[tuple[str, list[int], list[int]]]:
 
 
 def _row(
-    engines: dict[Subject, Engines], width: int, name: str, remote: list[int], local: list[int], rounds: int,
+    engines: dict[Kind, Engines], width: int, name: str, remote: list[int], local: list[int], rounds: int,
     table: Table, phases: Table,
 ) -> None:  # fmt: skip
     """``width``: bytes of a block in all layers."""
     count = len(local)
     memcpy = _Memcpy(width * count)
-    spent: dict[Subject, list[Spent]] = {kind: [] for kind in engines}
+    spent: dict[str, list[Spent]] = {subject: [] for subject in SUBJECTS}
     copied: list[float] = []
     for turn in range(-1, rounds):  # the first is for first contacts and pages
-        kinds = list(engines)
-        for kind in kinds[turn % 3 :] + kinds[: turn % 3]:
-            spent[kind].append(engines[kind].read(remote, local))
+        for subject in SUBJECTS[turn % 3 :] + SUBJECTS[: turn % 3]:
+            raw = subject == "raw"
+            spent[subject].append(
+                engines["ours"].read_raw(count) if raw else engines[cast(Kind, subject)].read(remote, local)
+            )
         copied.append(memcpy())
     took = {kind: Series(tuple(one["all"] for one in all[1:])) for kind, all in spent.items()}
     ours, size = took["ours"], width * count / 1e9
