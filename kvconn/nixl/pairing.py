@@ -171,37 +171,37 @@ def to_runs(at: Ints, there: Ints, breaks: tuple[int, int] = (0, 0)) -> Ints:
     """Rows (ours, theirs, units): neighbours on both sides are joined, except where a multiple of ``breaks`` begins."""
     if not len(at):
         return np.empty((0, 3), np.int64)
-    begins = (np.diff(at) != 1) | (np.diff(there) != 1)
+    begins = np.ones(len(at), np.bool_)
+    begins[1:] = (np.diff(at) != 1) | (np.diff(there) != 1)
     for units, every in zip((at, there), breaks, strict=True):
         if every:
-            begins |= units[1:] % every == 0
-    starts = np.flatnonzero(np.r_[True, begins])
-    return np.stack([at[starts], there[starts], np.diff(np.r_[starts, len(at)])], axis=1)
+            begins |= units % every == 0
+    starts = np.flatnonzero(begins)
+    return np.stack([at[starts], there[starts], np.diff(starts, append=len(at))], axis=1)
 
 
-def ranges(lane: Lane, at: Ints, there: Ints) -> tuple[Descs, Descs]:
+def ranges(lane: Lane, at: Ints, other: Ints) -> tuple[Descs, Descs]:
     """Our and their byte ranges, each of shape (n, 2), of these units in every piece of the lane."""
     mine, theirs = lane.ours.block // lane.unit, lane.theirs.block // lane.unit  # units of a block
     whole = (
         _break(mine, lane.length, lane.local_step, lane.local_stride),
         _break(theirs, lane.length, lane.remote_step, lane.remote_stride),
     )
-    runs = to_runs(at, there, whole)
+    runs = to_runs(at, other, whole)
     bases = np.array(lane.bases, np.int64)
-    offsets = np.stack(
-        [
-            runs[:, 0] // mine * lane.local_stride + runs[:, 0] % mine * lane.local_step,
-            runs[:, 1] // theirs * lane.remote_stride + runs[:, 1] % theirs * lane.remote_step,
-        ],
-        axis=1,
-    )
-    if len(bases) > 1 and bases[-1, 0] - bases[0, 0] < lane.local_stride:  # pieces of one block: block by block
-        places = (offsets[:, None, :] + bases[None, :, :]).reshape(-1, 2)
-        lengths = np.repeat(runs[:, 2] * lane.length, len(bases))
-    else:
-        places = (bases[:, None, :] + offsets[None, :, :]).reshape(-1, 2)
-        lengths = np.tile(runs[:, 2] * lane.length, len(bases))
-    return np.stack([places[:, 0], lengths], axis=1), np.stack([places[:, 1], lengths], axis=1)
+    here = runs[:, 0] // mine * lane.local_stride + runs[:, 0] % mine * lane.local_step
+    there = runs[:, 1] // theirs * lane.remote_stride + runs[:, 1] % theirs * lane.remote_step
+    lengths = runs[:, 2] * lane.length
+    turned = len(bases) > 1 and bases[-1, 0] - bases[0, 0] < lane.local_stride  # pieces of one block: block by block
+    return _rows(bases[:, 0], here, lengths, turned), _rows(bases[:, 1], there, lengths, turned)
+
+
+def _rows(bases: Ints, offsets: Ints, lengths: Ints, turned: bool) -> Descs:
+    """A range per base and offset, base by base; ``turned``: offset by offset."""
+    rows = np.empty((len(bases), len(offsets), 2), np.int64)
+    rows[:, :, 0] = bases[:, None] + offsets
+    rows[:, :, 1] = lengths
+    return (rows.swapaxes(0, 1) if turned else rows).reshape(-1, 2)
 
 
 def _break(units: int, length: int, step: int, stride: int) -> int:
