@@ -63,16 +63,15 @@ class NixlConnector(KVConnector):
         make_transport: Callable[[], Transport] | None = None,
     ) -> None:
         self.role = role
+        self._half: NixlScheduler | NixlWorker
         self._clock = clock or time.perf_counter
         settings = parse_extra(NixlSettings, config.kv_transfer)
         _check_topology(config)
-        self._scheduler: NixlScheduler | None = None
-        self._worker: NixlWorker | None = None
         if role is ConnectorRole.SCHEDULER:
-            self._scheduler = NixlScheduler(config, settings, kv_cache, codec or WireCodec())
+            self._half = self.scheduler = NixlScheduler(config, settings, kv_cache, codec or WireCodec())
         else:
             rank = 0 if config.rank is None else config.rank
-            self._worker = NixlWorker(
+            self._half = self.worker = NixlWorker(
                 config,
                 settings,
                 kv_cache,
@@ -81,14 +80,13 @@ class NixlConnector(KVConnector):
                 make_transport or (lambda: _nixl_transport(settings)),
             )
 
-    # -- scheduler half ------------------------------------------------------------------------------------------
+    def __getattr__(self, name: str) -> Any:
+        """Of what is not there: the half that this instance is not."""
+        if name in ("scheduler", "worker"):
+            raise ConfigError(f"NixlConnector: a {name} method was called on a {self.role.value} instance")
+        raise AttributeError(f"NixlConnector has no {name}")
 
-    @property
-    def scheduler(self) -> NixlScheduler:
-        """The scheduler half; ConfigError on a worker instance."""
-        if self._scheduler is None:
-            raise ConfigError("NixlConnector: a scheduler method was called on a worker instance")
-        return self._scheduler
+    # -- scheduler half ------------------------------------------------------------------------------------------
 
     def on_new_request(self, request: RequestView) -> None:
         self.scheduler.arrived(request, self._clock())
@@ -100,8 +98,9 @@ class NixlConnector(KVConnector):
         self.scheduler.allocated(request, blocks, num_external_tokens, self._clock())
 
     def build_connector_meta(self, step: StepView) -> ConnectorMetadata:
-        said = self.scheduler.step(step, self._clock())
-        rests = self.scheduler.loading and not step.requests
+        scheduler = self.scheduler
+        said = scheduler.step(step, self._clock())
+        rests = scheduler.loading and not step.requests
         if said is None:
             return RESTING if rests else SILENT
         return NixlMetadata(said, rests)
@@ -131,13 +130,6 @@ class NixlConnector(KVConnector):
 
     # -- worker half ---------------------------------------------------------------------------------------------
 
-    @property
-    def worker(self) -> NixlWorker:
-        """The worker half; ConfigError on a scheduler instance."""
-        if self._worker is None:
-            raise ConfigError("NixlConnector: a worker method was called on a scheduler instance")
-        return self._worker
-
     def register_kv_caches(self, layers: Mapping[str, LayerView]) -> None:
         self.worker.register(layers)
 
@@ -145,7 +137,6 @@ class NixlConnector(KVConnector):
         return self.worker.handshake()
 
     def bind_connector_metadata(self, metadata: ConnectorMetadata) -> None:
-        super().bind_connector_metadata(metadata)
         if isinstance(metadata, NixlMetadata):
             self.worker.rests = metadata.rests
             if metadata.step is not None:
@@ -163,20 +154,16 @@ class NixlConnector(KVConnector):
     # -- both ----------------------------------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> Stats | None:
-        half = self._scheduler or self._worker
-        return half.meter.take() if half is not None else None
+        return self._half.meter.take()
 
     def explain(self, now: float) -> list[str]:
-        half = self._scheduler or self._worker
-        return half.explain(now) if half is not None else []
+        return self._half.explain(now)
 
     def shutdown(self) -> None:
-        half = self._scheduler or self._worker
-        if half is not None:
-            half.shutdown()
+        self._half.shutdown()
 
     def __repr__(self) -> str:
-        return f"NixlConnector({self._scheduler or self._worker!r})"
+        return f"NixlConnector({self._half!r})"
 
 
 def _check_topology(config: ConnectorConfig) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -37,7 +37,7 @@ from kvconn.nixl.peers import Peer, PeerState, Source
 from kvconn.nixl.permute import put_in_order
 from kvconn.nixl.plan import Permute
 from kvconn.nixl.transfers import Reads, Settled
-from kvconn.params import RemoteRef, peer_name
+from kvconn.params import PeerKey, RemoteRef, peer_name
 from kvconn.transport.base import HandleState, Transport
 
 __all__ = ["SPIN", "Reader"]
@@ -69,7 +69,7 @@ class _Load:
 
     ref: RemoteRef
     peer: Peer | None = None
-    orders: list[tuple[Permute, Ints]] = field(default_factory=list)
+    orders: Sequence[tuple[Permute, Ints]] = ()
     #: when its reference came to this engine
     came: float = 0.0
 
@@ -136,7 +136,7 @@ class Reader:
         if loads:
             self._moved_at = now
         for load in loads:
-            peer = load.ref.peer if load.ref is not None else None
+            peer = self._key(load.ref)
             blocks = sum(block != NO_BLOCK for group in load.local for block in group)
             self._reads.begin(load.id, load.n, peer, now + self._settings.kvconn.read, blocks, now)
             if load.ref is None or peer is None:
@@ -144,6 +144,13 @@ class Reader:
                 continue
             self._loads[load.id] = _Load(load.ref, came=now - load.waited)
             self._contacts.with_peer(peer, now, partial(self._post, load, load.ref))
+
+    def _key(self, ref: RemoteRef | None) -> PeerKey | None:
+        """Whom it is of, by the one key that its known peer has: loads are many."""
+        if ref is None:
+            return None
+        known = self._contacts.get(ref.peer)
+        return ref.peer if known is None else known.key
 
     def _post(self, load: LoadSpec, ref: RemoteRef, peer: Peer | None, why: str, now: float) -> None:
         if self._reads.life(load.id) != load.n:
@@ -165,7 +172,7 @@ class Reader:
             self._fail(load.id, str(err), now)
             return
         mine = self._loads[load.id]
-        mine.peer, mine.orders = peer, permuted([source.plan for source in sources], load.local)
+        mine.peer, mine.orders = peer, permuted([source.plan for source in sources], load.local) or ()
         peer.began()
         for source, read in planned:
             for one in read:
@@ -266,6 +273,11 @@ class Reader:
     def expecting(self) -> bool:
         """Something is open, and nothing is over yet."""
         return self._reads.expecting
+
+    @property
+    def waiting(self) -> bool:
+        """Would :meth:`start` begin something?"""
+        return bool(self._pending)
 
     @property
     def idle(self) -> bool:

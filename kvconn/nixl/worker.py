@@ -184,7 +184,7 @@ class NixlWorker:
     def start_loads(self, now: float) -> None:
         """Begin this step's loads, after its forward began; after the poll that finds our agent busy no more, if it is
         busy now."""
-        if not self._agent.busy:
+        if self._reader.waiting and not self._agent.busy:
             self._reader.start(now)
 
     def _let_go(self, ref: RemoteRef, peer: Peer | None, why: str, now: float) -> None:
@@ -206,7 +206,8 @@ class NixlWorker:
         if self._agent.busy:
             self._contacts.watch(now)
             return NO_RESULTS
-        news = self._agent.transport.notifications() if self._agent.transport is not None else []
+        transport = self._agent.transport
+        news = transport.notifications() if transport is not None else ()
         if not news and now < self._next_due:
             return NO_RESULTS
         self._contacts.met(now)
@@ -300,6 +301,8 @@ class NixlWorker:
 
     def take_facts(self) -> WorkerFacts | None:
         """The facts behind the sets of the last poll, failures known since, and our metadata when it is new."""
+        if not self._facts and not self._republish:
+            return None
         published: tuple[Published, ...] = ()
         mine = self.handshake() if self._republish else None
         if mine is not None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -46,8 +46,10 @@ from kvconn.vllm import translate
 __all__ = ["KvconnFacade", "VllmHandshake", "VllmMetadata", "VllmWorkerFacts"]
 
 
-#: called for every layer of every step; where the neutral connector has none of its own they end here
-LAYER_HOOKS: Final = ("wait_for_layer_load", "save_kv_layer")
+#: called in every step, some for every layer: where the neutral connector has none of its own they end here
+HOOKS: Final = ("handle_preemptions", "save_kv_layer", "start_load_kv", "wait_for_layer_load", "wait_for_save")
+#: of these the ones that need no translation: they are its own
+STRAIGHT: Final = ("start_load_kv", "wait_for_layer_load", "wait_for_save")
 
 
 def _nothing(*_: Any, **__: Any) -> None:
@@ -84,6 +86,9 @@ class VllmWorkerFacts(KVConnectorWorkerMetadata):
 class KvconnFacade(KVConnectorBase_V1, SupportsHMA):
     """Base of the adapters; ``make`` builds the neutral connector."""
 
+    #: what is shipped over and over, in its envelope, by ``id()``
+    repeated: ClassVar[Mapping[int, VllmMetadata]] = {}
+
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         worker = role == KVConnectorRole.WORKER
@@ -95,9 +100,11 @@ class KvconnFacade(KVConnectorBase_V1, SupportsHMA):
         self._seq = 0
         config = translate.connector_config(vllm_config, worker)
         self.inner = self.make(config, ConnectorRole.WORKER if worker else ConnectorRole.SCHEDULER, self._view)
-        for hook in LAYER_HOOKS:
+        for hook in HOOKS:
             if getattr(type(self.inner), hook) is getattr(KVConnector, hook):
                 setattr(self, hook, _nothing)
+            elif hook in STRAIGHT:
+                setattr(self, hook, getattr(self.inner, hook))
         #: for ``kvconn explain``; a child's is closed by the MultiConnector of ours above it, which tells for all
         self.explains = ExplainServer(
             self.inner.explain, self.__repr__, config.engine_id, "worker" if worker else "scheduler", config.rank
@@ -143,7 +150,8 @@ class KvconnFacade(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: Any) -> VllmMetadata:
         self._seq += 1
-        return VllmMetadata(self.inner.build_connector_meta(translate.step_view(scheduler_output, self._seq)))
+        said = self.inner.build_connector_meta(translate.step_view(scheduler_output, self._seq))
+        return self.repeated.get(id(said)) or VllmMetadata(said)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
@@ -203,11 +211,11 @@ class KvconnFacade(KVConnectorBase_V1, SupportsHMA):
         return None if published is None else VllmHandshake(published)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        super().bind_connector_metadata(connector_metadata)
+        self._connector_metadata = connector_metadata
         self.inner.bind_connector_metadata(unwrap(connector_metadata))
 
     def clear_connector_metadata(self) -> None:
-        super().clear_connector_metadata()
+        self._connector_metadata = None
         self.inner.clear_connector_metadata()
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
@@ -228,7 +236,7 @@ class KvconnFacade(KVConnectorBase_V1, SupportsHMA):
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         results = self.inner.get_transfer_results(finished_req_ids)
         if results is NO_RESULTS:
-            return KVConnectorTransferResults()
+            return KVConnectorTransferResults(set(), set(), set())
         return KVConnectorTransferResults(
             finished_sending=set(results.finished_sending),
             finished_recving=set(results.finished_recving),
@@ -241,12 +249,15 @@ class KvconnFacade(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_worker_meta(self) -> VllmWorkerFacts | None:
         facts = self.inner.build_connector_worker_meta()
+        if facts is None:
+            return None
         return VllmWorkerFacts(facts) if isinstance(facts, WorkerFacts) else None
 
     # -- both ------------------------------------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> Any:
-        return self.to_vllm_stats(self.inner.get_kv_connector_stats())
+        stats = self.inner.get_kv_connector_stats()
+        return None if stats is None else self.to_vllm_stats(stats)
 
     def shutdown(self) -> None:
         self.explains.close()

@@ -8,7 +8,8 @@ Both are the halves' (kvconn.nixl); this module only says how they are built and
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
@@ -17,8 +18,9 @@ from kvconn.config import ConnectorConfig
 from kvconn.errors import ConfigError, RequestError
 from kvconn.metrics import Stats
 from kvconn.nixl.connector import NixlConnector as NeutralNixlConnector
+from kvconn.nixl.metadata import RESTING, SILENT
 from kvconn.vllm.codec import VllmCodec
-from kvconn.vllm.facade import KvconnFacade
+from kvconn.vllm.facade import KvconnFacade, VllmMetadata
 from kvconn.vllm.stats import KvconnNixlProm, KvconnNixlStats, TransferStats
 
 try:  # vLLM 0.32 and later tell apart where an external hit came from
@@ -34,6 +36,7 @@ __all__ = ["KvconnNixlConnector", "NixlConnector", "NixlPullConnector"]
 class KvconnNixlConnector(KvconnFacade):
     """The pull connector. Raises ConfigError for what this version cannot do."""
 
+    repeated: ClassVar[Mapping[int, VllmMetadata]] = {id(said): VllmMetadata(said) for said in (SILENT, RESTING)}
     _cache_hit_source = P2P
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:

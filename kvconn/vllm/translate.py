@@ -333,7 +333,8 @@ def block_ids(ids: Sequence[Sequence[int]], view: KVCacheView | None = None) -> 
 
 def step_view(output: Any, seq: int) -> StepView:
     """One step, as the scheduler decided it."""
-    return StepView(seq, _Shares(output), tuple(output.preempted_req_ids or ()), tuple(output.finished_req_ids))
+    shares = _Shares(output) if output.num_scheduled_tokens else ()
+    return StepView(seq, shares, tuple(output.preempted_req_ids or ()), tuple(output.finished_req_ids))
 
 
 class _Shares(Collection[StepRequest]):
@@ -356,7 +357,7 @@ class _Shares(Collection[StepRequest]):
         return len(self._made)
 
     def __bool__(self) -> bool:
-        return bool(self._output.num_scheduled_tokens)
+        return True  # none are made for a step without
 
     def __iter__(self) -> Iterator[StepRequest]:
         return iter(self._made)
