@@ -125,8 +125,11 @@ def _meet(d: Halves, params: dict[str, Any]) -> None:
             raise RuntimeError("no handshake within 20 s")
 
 
-def memory(n: int = 1000) -> Table:
-    """Allocated by Python, of both halves, while ``n`` requests wait; not what clients and engines keep of them."""
+def memory(n: int = 5000) -> Table:
+    """Allocated by Python, of both halves, while ``n`` requests wait; not what clients and engines keep of them.
+
+    Many, because msgspec keeps up to 2,000 dead objects of each size, whose memory would be counted as nobody's.
+    """
     table = Table(
         f"Bookkeeping: memory of one pending request (bytes, mean of {n:,}, its own vLLM request left out)",
         ("request", "ours", "stock"),

@@ -18,7 +18,6 @@ import enum
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Final
 
@@ -70,22 +69,22 @@ class Closed(msgspec.Struct, frozen=True):
     why: str = ""
 
 
-@dataclass(slots=True)
-class _Life:
-    """Sets of ranks are integers, a bit per rank."""
+class _Life(msgspec.Struct, gc=False):
+    """Sets of ranks are integers, a bit per rank. ``owed`` is replaced, never changed: lives of which nothing was said
+    share it."""
 
     id: str
     direction: Direction
     n: int
-    owed: dict[Child, int]
+    owed: Mapping[Child, int]
     allow_missing: Mapping[Child, int] | None
     since: float | None
     #: children that owe no more than may be missing
-    settled: list[Child]
+    settled: tuple[Child, ...]
     failed: bool = False
     why: str = ""
     #: replaced when a rank fails, which most never do
-    failed_by: Mapping[Child, int] = field(default_factory=lambda: NOBODY)
+    failed_by: Mapping[Child, int] = NOBODY
     seen: bool = False
 
     @property
@@ -120,9 +119,11 @@ class CompletionLedger:
             raise ValueError(f"life of {id} ({direction}) is open already: {self._open[direction][id].n}")
         sets = {child: _bits(ranks) for child, ranks in owed.items()}
         spare = {c: max(0, sets[c].bit_count() - q) for c, q in quorum.items() if c in sets} if quorum else {}
-        settled = [child for child, ranks in sets.items() if ranks.bit_count() <= spare.get(child, 0)]
-        life = _Life(id, direction, next(self._next_n), sets, spare or None, now, settled)
-        self._open[direction][id] = life
+        settled = tuple(child for child, ranks in sets.items() if ranks.bit_count() <= spare.get(child, 0))
+        lives = self._open[direction]
+        newest = next(reversed(lives.values()), None)
+        shared = newest.owed if newest is not None and newest.owed == sets else sets
+        lives[id] = life = _Life(id, direction, next(self._next_n), shared, spare or None, now, settled)
         return life.n
 
     def report(self, fact: Fact, child: Child | None = None) -> Outcome:
@@ -144,11 +145,12 @@ class CompletionLedger:
             return Outcome.DUPLICATE
         if fact.state == "failed":
             return self._fail(life, child, news, fact.why)
-        left = life.owed[child] = owed & ~news
+        left = owed & ~news
+        life.owed = {**life.owed, child: left}
         spare = life.allow_missing.get(child, 0) if life.allow_missing else 0
         if left.bit_count() > spare or owed.bit_count() <= spare:
             return Outcome.ADDED
-        life.settled.append(child)
+        life.settled = (*life.settled, child)
         return Outcome.COMPLETED if len(life.settled) == len(life.owed) else Outcome.ADDED
 
     def _fail(self, life: _Life, child: Child, ranks: int, why: str) -> Outcome:

@@ -51,6 +51,16 @@ class TestIdentity:
         assert not complete(ledger, "r", "send")
         assert ledger.absorbed == {Outcome.DUPLICATE: 5}
 
+    def test_a_word_on_one_life_is_none_on_the_next(self) -> None:
+        ledger, n = opened("a", world=2)
+        later = ledger.open("b", "send", {(): range(2)})
+        ledger.report(fact("b", later, 0))
+        last = ledger.open("c", "send", {(): range(2)})
+        ledger.report(fact("c", last, 1))
+        owed = [life.owed for life in ledger.pending()]
+        assert owed == [(((), (0, 1)),), (((), (1,)),), (((), (0,)),)]
+        assert ledger.report(fact("a", n, 0)) is Outcome.ADDED
+
     def test_a_rank_outside_the_world_is_absorbed(self) -> None:
         ledger, n = opened(world=2)
         ledger.report(fact("r", n, 7))
@@ -502,9 +512,10 @@ class CountsReports(CompletionLedger):
     def report(self, fact: Fact, child: Child | None = None) -> Outcome:
         life = self._open[fact.direction].get(fact.id)
         if life is not None and life.n == fact.n and life.owed.get(fact.child):
-            life.owed[fact.child] &= life.owed[fact.child] - 1  # whoever said it
-            if not life.owed[fact.child]:
-                life.settled.append(fact.child)
+            left = life.owed[fact.child] & life.owed[fact.child] - 1  # whoever said it
+            life.owed = {**life.owed, fact.child: left}
+            if not left:
+                life.settled = (*life.settled, fact.child)
             return Outcome.COMPLETED if life.complete else Outcome.ADDED
         return super().report(fact, child)
 
@@ -529,9 +540,9 @@ class FreesWhatFailed(CompletionLedger):
 
     def _fail(self, life: Any, child: Child, ranks: int, why: str) -> Outcome:
         outcome = super()._fail(life, child, ranks, why)
-        life.owed[child] &= ~ranks
+        life.owed = {**life.owed, child: life.owed[child] & ~ranks}
         if not life.owed[child] and child not in life.settled:
-            life.settled.append(child)
+            life.settled = (*life.settled, child)
         return outcome
 
 

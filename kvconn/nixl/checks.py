@@ -12,6 +12,8 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Sequence
 
+import msgspec
+
 from kvconn.geometry import Place
 from kvconn.nixl.fence import Fence, Numbers
 
@@ -29,16 +31,13 @@ class Verdict(enum.Enum):
     STALE = "stale"
 
 
-class _Word:
+class _Word(msgspec.Struct, gc=False):
     """One rank's word of a life."""
 
-    __slots__ = ("attempts", "held", "place", "scratch")
-
-    def __init__(self, place: Place, scratch: int) -> None:
-        self.place = place
-        self.scratch = scratch
-        self.attempts = 0
-        self.held = False
+    place: Place
+    scratch: int
+    attempts: int = 0
+    held: bool = False
 
 
 class Checks:
@@ -46,13 +45,13 @@ class Checks:
 
     def __init__(self, size: int) -> None:
         self._free = Numbers(size)
-        self._of: dict[str, tuple[Fence, list[_Word]]] = {}
+        self._of: dict[str, tuple[Fence, tuple[_Word, ...]]] = {}
 
     def begin(self, id: str, fence: Fence, places: Sequence[Place]) -> bool:
         """This life will be checked against ``fence`` at each of these ranks. False when there is no scratch for it."""
         if len(places) > len(self._free):
             return False
-        self._of[id] = fence, [_Word(place, self._free.take()) for place in places]
+        self._of[id] = fence, tuple([_Word(place, self._free.take()) for place in places])
         return True
 
     def __contains__(self, id: str) -> bool:
@@ -79,7 +78,7 @@ class Checks:
 
     def end(self, id: str) -> None:
         """The life has settled."""
-        _, words = self._of.pop(id, (None, []))
+        _, words = self._of.pop(id, (None, ()))
         self._free.give(word.scratch for word in words)
 
     def __len__(self) -> int:

@@ -53,7 +53,7 @@ __all__ = [
 WORD = 8  # bytes
 
 
-class Fence(msgspec.Struct, frozen=True):
+class Fence(msgspec.Struct, frozen=True, gc=False):
     """A slot and the word that stands in it while the request's blocks are held."""
 
     slot: int
@@ -95,14 +95,15 @@ class FenceSlots:
 
     def __init__(self, size: int) -> None:
         self._free = Numbers(size)
-        self._of: dict[str, Fence] = {}
+        #: a reference that is out needs the word no more
+        self._of: dict[str, Fence | int] = {}
         self._cooling: list[int] = []
         self._closed: list[int] = []
 
     def open(self, id: str) -> Fence | None:
         """A slot and a fresh nonzero word for this request; None when all are taken. Asked again: the same."""
         if id in self._of:
-            return self._of[id]
+            return self.get(id)
         if not self._free:
             return None
         fence = Fence(self._free.take(), secrets.randbelow((1 << 64) - 1) + 1)
@@ -110,15 +111,27 @@ class FenceSlots:
         return fence
 
     def get(self, id: str) -> Fence | None:
-        return self._of.get(id)
+        """What a reference is to be made with; None after :meth:`handed_out`."""
+        fence = self._of.get(id)
+        return fence if isinstance(fence, Fence) else None
+
+    def handed_out(self, id: str) -> None:
+        """The request's reference is made: it keeps its slot, whose word is in there."""
+        fence = self.get(id)
+        if fence is not None:
+            self._of[id] = fence.slot
+
+    def __contains__(self, id: object) -> bool:
+        return id in self._of
 
     def close(self, id: str) -> int | None:
         """The request is over: its slot is free one step later. Returns the slot."""
         fence = self._of.pop(id, None)
         if fence is None:
             return None
-        self._closed.append(fence.slot)
-        return fence.slot
+        slot = fence.slot if isinstance(fence, Fence) else fence
+        self._closed.append(slot)
+        return slot
 
     def ids(self) -> list[str]:
         """Requests that have a word."""
@@ -126,7 +139,7 @@ class FenceSlots:
 
     def slots(self) -> list[int]:
         """Slots whose words stand."""
-        return [fence.slot for fence in self._of.values()]
+        return [fence.slot if isinstance(fence, Fence) else fence for fence in self._of.values()]
 
     @property
     def cooling(self) -> bool:

@@ -34,17 +34,24 @@ class Ended(msgspec.Struct, frozen=True):
     expired: bool
 
 
-@dataclass(slots=True)
-class _Send:
+class _Send(msgspec.Struct, order=True, gc=False):
+    """``due``: its place in the heap, by which it is ordered; a heartbeat moves ``deadline`` alone (rule 5).
+
+    ``heard``: agents, and the n that each said; None while that is nobody, so most sends for most of their time.
+    """
+
+    due: float
     id: str
     n: int
     transfer_id: str
     readers: int
     deadline: float
-    heard: dict[str, int] = field(default_factory=dict)
+    heard: dict[str, int] | None
 
     @property
     def done(self) -> bool:
+        if not self.heard:
+            return False
         return sum((Fraction(1, n) for n in self.heard.values()), Fraction(0)) >= self.readers
 
 
@@ -61,7 +68,7 @@ class SendLeases:
         self._extension = lease * 2 / 3
         self._early_max = early_max
         self._held: dict[str, _Send] = {}
-        self._heap: list[tuple[float, str]] = []
+        self._heap: list[_Send] = []
         self._lease = lease
         self._early: OrderedDict[str, _Early] = OrderedDict()
         #: notifications that changed nothing: late, repeated, contradicting, or dropped to stay bounded.
@@ -73,11 +80,11 @@ class SendLeases:
             self.ignored += 1
             return None
         early = self._early.pop(transfer_id, None)
-        send = _Send(id, n, transfer_id, readers, deadline, early.heard if early else {})
+        send = _Send(deadline, id, n, transfer_id, readers, deadline, early.heard if early else None)
         if send.done:
             return Ended(id, n, transfer_id, expired=False)
         self._held[transfer_id] = send
-        heapq.heappush(self._heap, (deadline, transfer_id))
+        heapq.heappush(self._heap, send)
         return None
 
     def notified(self, transfer_id: str, agent: str, n: int, now: float) -> Ended | None:
@@ -86,7 +93,9 @@ class SendLeases:
         if send is None:
             self._remember(transfer_id, agent, n, now)
             return None
-        if agent in send.heard:
+        if send.heard is None:
+            send.heard = {}
+        elif agent in send.heard:
             self.ignored += 1
             return None
         send.heard[agent] = n
@@ -115,7 +124,7 @@ class SendLeases:
     @property
     def next_due(self) -> float:
         """When :meth:`expire` may find something; a heartbeat may have moved it since."""
-        first = self._heap[0][0] if self._heap else math.inf
+        first = self._heap[0].due if self._heap else math.inf
         if self._early:
             first = min(first, next(iter(self._early.values())).since + self._lease)
         return first
@@ -123,25 +132,28 @@ class SendLeases:
     def expire(self, now: float) -> list[Ended]:
         """Sends whose deadline has passed. Call after notifications were drained (C11)."""
         ended: list[Ended] = []
-        while self._heap and (self._heap[0][0] <= now or self._heap[0][1] not in self._held):
-            _, transfer_id = heapq.heappop(self._heap)
-            send = self._held.get(transfer_id)
-            if send is None:
+        while self._heap and (self._heap[0].due <= now or not self._holds(self._heap[0])):
+            send = heapq.heappop(self._heap)
+            if not self._holds(send):
                 continue
             if send.deadline > now:
-                heapq.heappush(self._heap, (send.deadline, transfer_id))
+                send.due = send.deadline
+                heapq.heappush(self._heap, send)
                 continue
-            del self._held[transfer_id]
-            ended.append(Ended(send.id, send.n, transfer_id, expired=True))
+            del self._held[send.transfer_id]
+            ended.append(Ended(send.id, send.n, send.transfer_id, expired=True))
         while self._early and next(iter(self._early.values())).since <= now - self._lease:
             self._early.popitem(last=False)
             self.ignored += 1
         return ended
 
+    def _holds(self, send: _Send) -> bool:
+        return self._held.get(send.transfer_id) is send
+
     def explain(self, now: float) -> list[str]:
         """One line per held send."""
         return [
-            f"lease of {send.id} (life {send.n}): heard {len(send.heard)} of {send.readers} readers, "
+            f"lease of {send.id} (life {send.n}): heard {len(send.heard or ())} of {send.readers} readers, "
             f"{send.deadline - now:.1f} s left"
             for send in list(self._held.values())
         ]

@@ -106,7 +106,7 @@ class NixlScheduler:
 
     def arrived(self, view: RequestView, now: float) -> None:
         """Parse what the request was handed; heartbeats start with the next step."""
-        if self._holds(view) and self._fences.get(view.id) is None:
+        if self._holds(view) and view.id not in self._fences:
             self._to_hold.add(view.id)
         if view.id in self._incoming or not self._reads:
             return
@@ -139,7 +139,7 @@ class NixlScheduler:
         incoming = self._incoming.get(view.id)
         if incoming is None or incoming.consumed:
             return 0, False
-        if self.ledger.get(view.id, "recv") is not None:
+        if self.ledger.is_open(view.id, "recv"):
             return None, False  # the id of an aborted request came back before its blocks did
         if incoming.ref is None:
             available = 0 if self._recompute else view.n_prompt
@@ -204,7 +204,7 @@ class NixlScheduler:
         whole = any(held) and all(block != NO_BLOCK for ids in held for block in ids)
         complete = reason in (FinishReason.STOP, FinishReason.LENGTH) and n_tokens > 0 and whole
         fence, readers = self._fences.get(view.id), self._readers(view)
-        open_already = self.ledger.get(view.id, "send") is not None
+        open_already = self.ledger.is_open(view.id, "send")
         if fence is None or readers is None or self._server is None or not complete or open_already:
             if not open_already:
                 self._lift(view.id)
@@ -252,6 +252,7 @@ class NixlScheduler:
         sealed = seal(self._seal_key, ref, fence, prompt_digest(view, n_tokens))
         ours = KvconnRef(fence.slot, fence.word, sealed, deadline)
         self._sends.append(SendSpec(view.id, n, ref.transfer_id, deadline, readers, fence.slot))
+        self._fences.handed_out(view.id)
         ref = msgspec.structs.replace(ref, kvconn=ours)
         if self._trust.key is None:
             return ref
@@ -335,13 +336,15 @@ class NixlScheduler:
         self, sent: Iterable[str], received: Iterable[str], failed: Iterable[str], facts: Iterable[Fact]
     ) -> Emit:
         """Filter the engine's sets (veto, never originate)."""
-        about = list(facts)
-        for fact in about:
+        about: list[Fact] = []
+        for fact in facts:
             if fact.state == "released":
                 self._told(fact)
-            elif fact.state == "failed" and self._is_open(fact):
+                continue
+            about.append(fact)
+            if fact.state == "failed" and self._is_open(fact):
                 self._loading.pop(fact.id, None)  # nobody wants it any more: its producer's lease may end
-        emit = self._gate.reports(sent, received, failed, [fact for fact in about if fact.state != "released"])
+        emit = self._gate.reports(sent, received, failed, about)
         for id in emit.received:
             self._loading.pop(id, None)
         for id in emit.sent:
@@ -388,7 +391,7 @@ class NixlScheduler:
         reads meanwhile fails and computes; blocks that are held stay held until their lives end."""
         self._lifted += self._fences.slots()
         for id in self._fences.ids():
-            if self.ledger.get(id, "send") is None:
+            if not self.ledger.is_open(id, "send"):
                 self._fences.close(id)
         return True
 

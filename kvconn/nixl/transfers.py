@@ -14,8 +14,6 @@ Rules
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict
-from dataclasses import dataclass, field
 from itertools import islice
 from typing import Final
 
@@ -38,8 +36,7 @@ class Settled(msgspec.Struct, frozen=True):
     failed: str | None
 
 
-@dataclass(slots=True)
-class _Read:
+class _Read(msgspec.Struct, gc=False):
     id: str
     n: int
     deadline: float
@@ -48,7 +45,8 @@ class _Read:
     began: float
     posting: bool = True
     posted: bool = False
-    handles: set[int] = field(default_factory=set)
+    #: mostly one or a few
+    handles: tuple[int, ...] = ()
     failed: str | None = None
     failed_at: float | None = None
 
@@ -69,7 +67,7 @@ class Reads:
         self._by_handle: dict[int, tuple[_Read, str]] = {}
         self._errors: set[int] = set()
         #: handles that may still change, whose turn it is first
-        self._turns: OrderedDict[int, None] = OrderedDict()
+        self._turns: dict[int, None] = {}
         self._deadlines: list[tuple[float, int, str]] = []
         # lives by what they wait for, kept by _sort
         self._drained: dict[str, None] = {}
@@ -88,7 +86,7 @@ class Reads:
     def posted(self, id: str, handle: int, agent: str) -> None:
         """A handle of this life is under way, from the peer's rank with this agent."""
         read = self._open[id]
-        read.handles.add(handle)
+        read.handles = (*read.handles, handle)
         read.posted = True
         self._by_handle[handle] = read, agent
         self._turns[handle] = None
@@ -133,8 +131,9 @@ class Reads:
         if len(self._turns) <= looks:
             return list(self._turns)
         turn = list(islice(self._turns, looks))
-        for handle in turn:
-            self._turns.move_to_end(handle)
+        for handle in turn:  # to the end
+            del self._turns[handle]
+        self._turns.update(dict.fromkeys(turn))
         return turn
 
     def done(self, handle: int) -> None:
@@ -168,7 +167,7 @@ class Reads:
         self._turns.pop(handle, None)
         read, _ = self._by_handle.pop(handle, (None, ""))
         if read is not None:
-            read.handles.discard(handle)
+            read.handles = tuple(one for one in read.handles if one != handle)
             self._moved.add(read.id)
             self._sort(read)
 

@@ -58,14 +58,16 @@ _FINAL: Final = {"DONE": HandleState.DONE, "ERR": HandleState.ERR}
 class _Peer:
     """One loaded agent."""
 
-    __slots__ = ("blob", "lost", "near", "probe", "probed")
+    __slots__ = ("blob", "lost", "near", "origin", "probe", "probed")
 
     def __init__(self, blob: bytes, near: Near | None) -> None:
         self.blob = blob
         #: its process, where that is read without NIXL.
         self.near = near
-        #: its read of no bytes (rule 3), made at the first DONE.
+        #: its read of no bytes (rule 3), made at the first DONE; and that read's place on both sides, the first
+        #: part's of the first read.
         self.probe: Any = None
+        self.origin: tuple[Descs, MemType, Descs, MemType] | None = None
         self.probed = False  # posted at least once; NIXL takes asking before that for an error
         #: its connection was seen to have failed.
         self.lost = False
@@ -74,18 +76,14 @@ class _Peer:
 class _Read:
     """One posted read. ``native`` is None once it was given back to NIXL or its agent is gone."""
 
-    __slots__ = ("native", "nbytes", "origin", "peer", "reason", "state")
+    __slots__ = ("native", "nbytes", "peer", "reason", "state")
 
-    def __init__(
-        self, peer: str, nbytes: int, native: Any, origin: tuple[Any, ...], state: HandleState = HandleState.PENDING
-    ) -> None:
+    def __init__(self, peer: str, nbytes: int, native: Any, state: HandleState = HandleState.PENDING) -> None:
         self.peer = peer
         self.nbytes = nbytes
         self.native = native
         self.state = state
         self.reason = ""
-        #: the first part's place on both sides, for the read of no bytes (rule 3).
-        self.origin = origin
 
 
 class NixlTransport(Transport):
@@ -272,7 +270,7 @@ class NixlTransport(Transport):
                 raise blame.unknown_peer("post_read", peer)
             if local_mem == remote_mem == "DRAM" and self._read_near(self._peers[peer], local, remote):
                 handle, self._next_handle = self._next_handle, self._next_handle + 1
-                self._reads[handle] = _Read(peer, nbytes, None, (), HandleState.DONE)
+                self._reads[handle] = _Read(peer, nbytes, None, HandleState.DONE)
                 return handle
             theirs, ours = joined(remote, local, remote_device, local_device)
             what = f"read of {len(ours)} parts, {nbytes} bytes from {peer}"
@@ -284,7 +282,9 @@ class NixlTransport(Transport):
                 self._note_loss(peer, err)
                 raise blame.mapped(err, what) from err
             handle, self._next_handle = self._next_handle, self._next_handle + 1
-            read = self._reads[handle] = _Read(peer, nbytes, native, (ours[:1], local_mem, theirs[:1], remote_mem))
+            read = self._reads[handle] = _Read(peer, nbytes, native)
+            if self._peers[peer].origin is None:
+                self._peers[peer].origin = ours[:1].copy(), local_mem, theirs[:1].copy(), remote_mem
             self._posted += 1
             try:
                 answer = agent.transfer(native)
@@ -358,6 +358,8 @@ class NixlTransport(Transport):
                     self._drain()
                 except Exception as err:  # noqa: BLE001 - nixl's have no common base
                     log.warning("%s cannot progress: %s", self.name, blame.text(err))
+            if not self._inbox:
+                return []
             got = list(self._inbox)
             self._inbox.clear()
             self._inbox_bytes = 0
@@ -475,7 +477,7 @@ class NixlTransport(Transport):
         peer = self._peers[read.peer]
         self._drain()  # UCX tells of a failed connection from its progress
         if peer.probe is None:
-            peer.probe = self._empty_read(read)
+            peer.probe = self._empty_read(read.peer, peer)
         self._check_connection(peer)
 
     def _check_connection(self, peer: _Peer) -> None:
@@ -488,13 +490,13 @@ class NixlTransport(Transport):
         if self._agent.transfer(peer.probe) == "ERR":
             raise RuntimeError("a read of no bytes failed")
 
-    def _empty_read(self, read: _Read) -> Any:
-        ours, local_mem, theirs, remote_mem = read.origin
-        ours, theirs = ours.copy(), theirs.copy()
+    def _empty_read(self, name: str, peer: _Peer) -> Any:
+        assert peer.origin is not None, "something was posted"
+        ours, local_mem, theirs, remote_mem = peer.origin
         ours[:, 1] = theirs[:, 1] = 0
         agent = self._agent
         return agent.initialize_xfer(
-            "READ", agent.get_xfer_descs(ours, local_mem), agent.get_xfer_descs(theirs, remote_mem), read.peer
+            "READ", agent.get_xfer_descs(ours, local_mem), agent.get_xfer_descs(theirs, remote_mem), name
         )
 
     def _drain(self) -> None:

@@ -40,6 +40,14 @@ class TestSlots:
         assert slots.open("a") == slots.open("a") == slots.get("a")
         assert len(slots) == 1
 
+    def test_of_a_reference_that_is_out_the_slot_is_kept_and_the_word_is_not(self) -> None:
+        slots = FenceSlots(2)
+        slots.open("a"), slots.open("b")
+        slots.handed_out("a")
+        assert slots.get("a") is None and "a" in slots
+        assert slots.slots() == [0, 1] and slots.ids() == ["a", "b"]
+        assert slots.close("a") == 0 and "a" not in slots
+
     def test_words_are_nonzero_and_new_at_every_life(self) -> None:
         slots = FenceSlots(1)
         words = set()

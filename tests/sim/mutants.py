@@ -58,9 +58,10 @@ def counting() -> Iterator[None]:
             life.failed |= fact.state == "failed"
             if fact.state != "failed":
                 for _ in range(fact.ranks.bit_count()):
-                    life.owed[child] &= life.owed[child] - 1
-                if not life.owed[child]:
-                    life.settled.append(child)
+                    owed &= owed - 1
+                life.owed = {**life.owed, child: owed}
+                if not owed:
+                    life.settled = (*life.settled, child)
 
     with patch.object(KVOutputAggregator, "_report", report), patch.object(CompletionLedger, "report", word):
         yield

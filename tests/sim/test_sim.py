@@ -174,7 +174,7 @@ def test_every_table_is_looked_at() -> None:
         assert {"CompletionLedger._open", "FenceSlots._of", "HoldingConnector._held"} <= names
         world.p.half._slots[7] = 7
         assert [line for rank in world.p.workers for line in left_over(rank)] == [
-            "MultiConnector.children[0].children[0]._worker._slots: {7: 7}"
+            "MultiConnector.children[0].children[0].worker._slots: {7: 7}"
         ]
     finally:
         world.close()
