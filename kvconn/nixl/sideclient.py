@@ -30,6 +30,7 @@ from kvconn.nixl.curve import CONNECTIONS, FAILURES, Curve, Turns, noted, refusa
 from kvconn.nixl.names import LookUp, Names, endpoint, look_up, plain_name
 from kvconn.nixl.wire import MAX_FRAME, encode_request, parse_timestamp
 from kvconn.params import PeerKey
+from kvconn.transport import blame
 from kvconn.trust import Trust, numeric
 
 __all__ = ["HandshakeClient", "HandshakeResult"]
@@ -177,7 +178,10 @@ class _Bell:
 
 
 class HandshakeClient:
-    """Asks peers for their metadata in the background. ``start`` and ``results`` are called by the step thread."""
+    """Asks peers for their metadata in the background. ``start`` and ``results`` are called by the step thread.
+
+    Raises TransportError where the system gives no thread or descriptor for it.
+    """
 
     def __init__(
         self,
@@ -204,9 +208,16 @@ class HandshakeClient:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, 65000)
         self._stop = threading.Event()
-        self._bell = _Bell()
         self._thread = threading.Thread(target=self._run, name="kvconn-handshakes", daemon=True)
-        self._thread.start()
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._context.term)
+            try:
+                self._bell = _Bell()
+                undo.callback(self._bell.close)
+                self._thread.start()
+            except (OSError, RuntimeError) as err:
+                raise blame.without("the side channel's client", err) from err
+            undo.pop_all()
 
     def start(self, key: PeerKey, pp: int = 0, tp: int = 0) -> int:
         """Ask the peer at ``key`` for the payload of its (pp, tp) worker; the number that its one result will have."""

@@ -26,6 +26,7 @@ from kvconn.nixl.curve import CONNECTIONS, FAILURES, Curve, noted
 from kvconn.nixl.gate import Gate
 from kvconn.nixl.names import endpoint, look_up
 from kvconn.nixl.wire import MAX_REQUEST, parse_request
+from kvconn.transport import blame
 from kvconn.trust import Trust, numeric
 
 __all__ = ["HandshakeServer"]
@@ -44,7 +45,8 @@ _CURVE_ROOM = 1024
 class HandshakeServer:
     """Serves this engine's payloads on ``tcp://host:port``, to whom ``trust`` allows.
 
-    Binds in the constructor; raises ConfigError naming the port when it is taken.
+    Binds in the constructor; raises ConfigError naming the port when it is taken, TransportError where the system gives
+    no thread or socket for it.
     """
 
     def __init__(
@@ -60,7 +62,22 @@ class HandshakeServer:
         self._told: dict[str, float] = {}
         self._next_sweep = 0.0
         self._unasked = False
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kvconn-side-channel", daemon=True)
         self._context = zmq.Context()
+        try:
+            self._open(curve)
+            self._connections = Connections(self._bind(host, port))
+            self._thread.start()
+        except ConfigError:
+            self._context.destroy(0)
+            raise
+        except (RuntimeError, zmq.ZMQError) as err:
+            self._context.destroy(0)
+            raise blame.without("the side channel's server", err) from err
+
+    def _open(self, curve: Curve | None) -> None:
+        """Its sockets. Raises ZMQError."""
         self._zap = self._context.socket(zmq.ROUTER)
         self._zap.setsockopt(zmq.LINGER, 0)
         self._zap.bind("inproc://zeromq.zap.01")
@@ -73,10 +90,6 @@ class HandshakeServer:
         if curve is not None:
             curve.serve(self._socket)
         self._monitor = self._watch()
-        self._connections = Connections(self._bind(host, port))
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="kvconn-side-channel", daemon=True)
-        self._thread.start()
 
     def _watch(self) -> zmq.Socket[bytes]:
         """A monitor that forgets nothing, however many connections come while we look elsewhere."""
@@ -93,8 +106,6 @@ class HandshakeServer:
             self._socket.setsockopt(zmq.IPV6, int(":" in address))
             self._socket.bind(endpoint(address, port))
         except (OSError, zmq.ZMQError) as err:
-            self._close_sockets()
-            self._context.term()
             raise ConfigError(
                 f"side channel: cannot listen on {host}:{port}: {err}; is another engine on this port? "
                 "set VLLM_NIXL_SIDE_CHANNEL_HOST / VLLM_NIXL_SIDE_CHANNEL_PORT"

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["damage"]
+__all__ = ["agent_of", "damage"]
 
 _MAGIC: Final = b"nixlSerDes|"
 #: DRAM, VRAM, BLK, OBJ, FILE; NIXL indexes an array with it, unchecked (SIGSEGV)
@@ -58,6 +58,16 @@ class _Reader:
     @property
     def left(self) -> int:
         return len(self._blob) - self._at
+
+
+def agent_of(blob: bytes) -> str | None:
+    """The name of the agent whose blob it is, whatever else is wrong with it; None where none stands in its place."""
+    read = _Reader(blob)
+    try:
+        read.fixed(_MAGIC)
+        return read.field(b"Agent", 1, MAX_NAME).decode()
+    except (_DamagedError, UnicodeDecodeError):
+        return None
 
 
 def damage(blob: bytes) -> str | None:

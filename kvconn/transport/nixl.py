@@ -34,7 +34,7 @@ from kvconn.config import LIMITS
 from kvconn.errors import TransportError
 from kvconn.transport import blame
 from kvconn.transport.base import Descs, HandleState, MemoryRegion, MemType, Progress, Transport
-from kvconn.transport.blob import damage
+from kvconn.transport.blob import agent_of, damage
 from kvconn.transport.gate import Gate
 from kvconn.transport.near import Near, may_be_near, whereabouts
 from kvconn.transport.pacing import Round
@@ -181,14 +181,9 @@ class NixlTransport(Transport):
             )
         with self._gate:
             agent = self._open("add_peer")
-            for name, known in self._peers.items():
-                if known.blob == blob:
-                    return name
-                if _names(blob, name):
-                    raise TransportError(
-                        f"add_peer {name}: this peer is known by another blob. Remove it first: NIXL would forget what "
-                        "it knows, under whatever is posted, and for good if this blob is damaged"
-                    )
+            name = self._met_already(blob)
+            if name is not None:
+                return name
             wrong = damage(blob)
             if wrong is not None and self._shape_is_known(agent):
                 raise TransportError(f"add_peer: the peer sent a damaged blob: {wrong}")
@@ -199,6 +194,22 @@ class NixlTransport(Transport):
                 raise blame.mapped(err, f"add_peer from a blob of {len(blob)} bytes") from err
             self._peers[name] = _Peer(blob, Near.meet(name) if self._batch else None)
             return name
+
+    def _met_already(self, blob: bytes) -> str | None:
+        """The peer that is known by this blob. Raises TransportError where its agent is known by another."""
+        named = agent_of(blob)
+        for name in self._peers if named is None else (named,):
+            known = self._peers.get(name)
+            if known is None:
+                continue
+            if known.blob == blob:
+                return name
+            if named is not None or _names(blob, name):
+                raise TransportError(
+                    f"add_peer {name}: this peer is known by another blob. Remove it first: NIXL would forget what "
+                    "it knows, under whatever is posted, and for good if this blob is damaged"
+                )
+        return None
 
     def _shape_is_known(self, agent: Any) -> bool:
         """Does the NIXL that is installed write blobs as we know them? Asked once, of our own."""

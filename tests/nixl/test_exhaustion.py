@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from typing import Any
 
 import pytest
+import zmq
 
+from kvconn.errors import TransportError
 from kvconn.nixl.agent import REOPEN, Agent
 from kvconn.nixl.names import Names
+from kvconn.nixl.sideclient import HandshakeClient
+from kvconn.nixl.sideserver import HandshakeServer
 from kvconn.testing import LoopbackNet
 from kvconn.transport.loopback import LoopbackTransport
 from tests.nixl.pairs import Net
-from tests.support import wait_until
+from tests.support import free_port, wait_until
 
 
 @pytest.fixture
@@ -44,6 +49,34 @@ def test_an_agent_that_the_system_refuses_is_tried_again(why: Exception) -> None
     assert agent.transport is None and agent.next_due == 5.0 + REOPEN
     assert agent.reopen(6.0) and agent.transport is not None
     agent.destroy()
+
+
+@pytest.mark.parametrize("end", ["client", "server"])
+def test_a_side_channel_without_its_thread_is_an_error_that_says_so_and_leaves_nothing_behind(
+    end: str, no_threads: set[str]
+) -> None:
+    def make() -> HandshakeClient | HandshakeServer:
+        return HandshakeClient(1.0) if end == "client" else HandshakeServer("127.0.0.1", port, {})
+
+    port, files = free_port(), len(os.listdir("/proc/self/fd"))
+    no_threads |= {"kvconn-handshakes", "kvconn-side-channel"}
+    with pytest.raises(TransportError, match=rf"side channel's {end}: .*look at its limits"):
+        make()
+    assert len(os.listdir("/proc/self/fd")) <= files
+    no_threads.clear()
+    make().close()  # and the port is free
+
+
+@pytest.mark.parametrize("end", ["client", "server"])
+def test_a_side_channel_without_a_descriptor_is_an_error_that_says_so(
+    end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(24, "Too many open files") if end == "client" else zmq.ZMQError(24)
+
+    monkeypatch.setattr(*((os, "eventfd") if end == "client" else (zmq.Context, "socket")), refuse)
+    with pytest.raises(TransportError, match=rf"side channel's {end}: .*Too many open files"):
+        _ = HandshakeClient(1.0) if end == "client" else HandshakeServer("127.0.0.1", free_port(), {})
 
 
 def test_without_a_thread_to_introduce_a_peer_on_the_step_thread_does_it(no_threads: set[str]) -> None:

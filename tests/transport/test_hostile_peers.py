@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ import pytest
 from kvconn.errors import TransportError
 from kvconn.transport import nixl
 from kvconn.transport.base import MemoryRegion
-from kvconn.transport.blob import damage
+from kvconn.transport.blob import agent_of, damage
 from kvconn.transport.nixl import NixlTransport
 from tests.fuzz.mutate import mutated_bytes
 
@@ -68,6 +70,33 @@ def test_nothing_is_raised_and_nothing_is_slow(blob: bytes) -> None:
     assert 2500 < sum(one is not None for one in found) < 5000
     endless = b"nixlSerDes|" + field(b"Agent", b"a") + field(b"Conns", (1 << 63).to_bytes(8, "little"))
     assert damage(endless) is not None
+
+
+def test_a_blob_tells_whose_it_is_whatever_else_is_wrong_with_it(blob: bytes) -> None:
+    name = agent_of(blob)
+    assert name is not None and agent_of(blob[:-1]) == name and field(b"Agent", name.encode()) in blob
+    for nobody in (b"", b"x", bytes(1000), blob[:20], blob.replace(name.encode(), b"\xff" * len(name))):
+        assert agent_of(nobody) is None
+
+
+def test_of_many_peers_only_the_one_that_a_blob_names_is_looked_at(
+    blob: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class ByName(dict[str, Any]):
+        def __iter__(self) -> Iterator[str]:
+            raise AssertionError("all peers were looked through")
+
+    transport = NixlTransport(progress="poll")
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(transport, "_peers", ByName())
+            patch.setattr(transport._agent, "add_remote_agent", lambda blob: (agent_of(blob) or "").encode())
+            assert transport.add_peer(blob) == transport.add_peer(blob) == agent_of(blob)
+            with pytest.raises(TransportError, match="known by another blob"):
+                transport.add_peer(blob[:-1])
+            transport._peers.clear()
+    finally:
+        transport.close()
 
 
 def test_nixl_never_sees_a_damaged_one(blob: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
