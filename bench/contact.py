@@ -22,6 +22,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from bench.contact_pairs import pairs
 from bench.measure import Series, Table, number
 
 __all__ = ["of_pair", "run"]
@@ -51,6 +52,7 @@ BEYOND, PYTHON = "memory afterwards beyond raw NIXL's, MiB", "Python's and numpy
 def run(rounds: int = 9) -> Iterator[Table]:
     for pair in PAIRS:
         yield of_pair(pair, min(rounds, 3))
+    yield from pairs(rounds)
 
 
 def of_pair(pair: tuple[int, int], rounds: int) -> Table:

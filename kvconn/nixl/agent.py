@@ -6,6 +6,10 @@ Rules
 3. To load a peer's agent takes NIXL milliseconds and its lock. A transport that says so (``meets_slowly``) is
    introduced on a thread; while it is ``busy`` the step thread keeps away from it. One introduction at a time. Where
    no thread can be started the step thread introduces it.
+4. An introduction that hangs is told and not ended (C7). Its call is in NIXL and has the agent's lock, so that the
+   agent can be neither destroyed nor asked whether what it reads is quiet (C6). Another agent would be made on the step
+   thread, by the same calls to the same kernel: what hung the one may hang the other, and with it the steps, which go
+   on as it is. No peer causes it by being silent: loading an agent connects to nobody.
 Time is an argument, in seconds of the worker's clock.
 """
 
