@@ -46,7 +46,8 @@ START, REST, WIRE, SECOND = "caches registered", "first request, the rest", "wir
 PREPARED = "preparation: caches registered and the rest"
 STAGES: Final = (AGENTS, START, REGISTERED, LOADED, REST, LISTS, WIRE, PREPARED, SECOND)
 KEPT, PEAK = "memory afterwards, MiB", "memory at its peak, MiB"
-BEYOND, PYTHON = "memory afterwards beyond raw NIXL's, MiB", "Python's and numpy's afterwards, MiB"
+BEYOND, PEAK_BEYOND = "memory afterwards beyond raw NIXL's, MiB", "memory at its peak beyond raw NIXL's, MiB"
+PYTHON = "Python's and numpy's afterwards, MiB"
 
 
 def run(rounds: int = 9) -> Iterator[Table]:
@@ -70,12 +71,12 @@ def tabled(pair: tuple[int, int], lines: list[str]) -> Table:
             found[name].append(json.loads(told))
     for name in SUBJECTS:
         for each, bare in zip(found[name], found["raw"], strict=False):
-            each[BEYOND] = each[KEPT] - bare[KEPT]
+            each[BEYOND], each[PEAK_BEYOND] = (each[what] - bare[what] for what in (KEPT, PEAK))
     table = Table(
         f"First contact, TP {pair[0]} to {pair[1]}: {LAYERS} layers x {BLOCKS:,} blocks, ms",
         ("", "ours", "stock", "raw NIXL", "stock/ours"),
     )
-    for stage in (*STAGES, KEPT, BEYOND, PEAK, PYTHON):
+    for stage in (*STAGES, KEPT, BEYOND, PEAK, PEAK_BEYOND, PYTHON):
         traced = stage == PYTHON
         one = {name: Series(tuple(e[stage] for e in found[name] if traced == (PYTHON in e))) for name in SUBJECTS}
         clear = one["stock"].values and one["ours"].median
