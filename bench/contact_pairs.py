@@ -43,7 +43,8 @@ def pairs(rounds: int) -> Iterator[Table]:
     if done.returncode:
         raise RuntimeError(done.stderr.decode()[-2000:])
     found: dict[Kind, list[dict[str, float]]] = {kind: [] for kind in KINDS}
-    for kind, told in map(json.loads, done.stdout.decode().splitlines()):
+    told_lines = (line for line in done.stdout.decode().splitlines() if line.startswith("["))  # NIXL prints too
+    for kind, told in map(json.loads, told_lines):
         found[kind].append(told)
     tls = os.environ.get("UCX_TLS", "default")
     table = Table(f"First contact, processes of their own: 1 block, {LAYERS} layers, ms (UCX_TLS={tls})", ("", *KINDS))
