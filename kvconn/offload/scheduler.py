@@ -57,7 +57,7 @@ class OffloadScheduler:
         self._size = kv_cache.block_size
         self._tiers = tuple(tiers)
         #: blocks of a save, at most
-        self._together = min([max(1, LIMITS.save_bytes // kv_cache.block_bytes), *(tier.batch for tier in tiers)])
+        self._together = max(1, min([LIMITS.save_bytes // kv_cache.block_bytes, *(tier.batch for tier in tiers)]))
         self.index = HostIndex(make_policy(settings.eviction_policy, settings.cpu_bytes_to_use // kv_cache.block_bytes))
         self.lookups = Lookups(tiers, LIMITS.lookups_max)
         self.book = JobBook(self._ranks)

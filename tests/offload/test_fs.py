@@ -88,8 +88,10 @@ def test_a_file_has_few_blocks_and_a_sixteenth_of_the_bound_at_most(tmp_path: Pa
     for root, max_bytes, size in ((roomy, 1 << 30, BLOCKS_MAX), (tight, 48 * FILE, 3)):
         root.mkdir()
         one = tier(root, max_bytes=max_bytes)
+        assert one.batch == size
         keys = [b"%d" % n for n in range(2 * size)]
-        write(one, *keys)
+        write(one, *keys[:size])
+        write(one, *keys[size:])
         assert [path.stat().st_size for path in files(root)] == [length_of(size, BLOCK)] * 2
         assert all(one.read(key) == DATA for key in keys)
 
@@ -293,6 +295,35 @@ def test_files_of_an_earlier_version_count_and_go_first(tmp_path: Path) -> None:
     os.utime(old, (0, 0))
     later = tier(tmp_path, max_bytes=16 * FILE)
     assert later.write(b"l", DATA) and not old.exists() and later.read(b"k") == later.read(b"l") == DATA
+
+
+def test_what_cannot_be_removed_is_passed_over_and_the_bound_holds(tmp_path: Path, mocker: Any) -> None:
+    one, real, kept = tier(tmp_path, max_bytes=16 * FILE), os.unlink, set[str]()
+
+    def unlink(path: str) -> None:
+        if path in kept:
+            raise PermissionError(errno.EPERM, "kept", path)
+        real(path)
+
+    for n in range(16):
+        one.write(b"%d" % n, DATA)
+    for path in files(tmp_path):
+        os.utime(path, (int(path.stem), int(path.stem)))
+    oldest = min(files(tmp_path), key=lambda path: int(path.stem))
+    folder = oldest.with_name("folder")
+    folder.mkdir()
+    os.utime(folder, (0, 0))
+    kept.add(str(oldest))
+    mocker.patch("kvconn.offload.tiers.fs.os.unlink", side_effect=unlink)
+    assert one.write(b"new", DATA) and one.read(b"new") == one.read(b"0") == DATA
+    assert one.take_removed() == [b"1", b"2"] and folder.exists()
+    assert one.write(b"the sixteenth", DATA)
+    kept.update(map(str, files(tmp_path)))
+    with pytest.raises(OSError, match="cannot be removed"):
+        one.write(b"more", DATA)
+    assert len(files(tmp_path)) == 16
+    kept.clear()
+    assert one.write(b"then", DATA) and one.read(b"then") == DATA
 
 
 def test_two_engines_may_write_one_key_at_once(tmp_path: Path) -> None:

@@ -110,6 +110,26 @@ def test_what_is_not_ours_is_left_alone(tmp_path: Path) -> None:
     assert len(list(path.parent.iterdir())) == 5
 
 
+def test_what_cannot_be_read_hides_no_other(tmp_path: Path, mocker: Any) -> None:
+    broken, fine, real = tier(tmp_path), tier(tmp_path), os.listdir
+    write(broken, b"a")
+    write(fine, b"b")
+    folder = tmp_path / "n" / "s0"
+    os.mkfifo(folder / fine._writer / "7.kv")
+    (folder / fine._writer / "8.kv").mkdir()
+
+    def listdir(path: str) -> list[str]:
+        if path == f"{folder}/{broken._writer}":
+            raise PermissionError(path)
+        return real(path)
+
+    patched = mocker.patch("kvconn.offload.tiers.shares.os.listdir", side_effect=listdir)
+    one = tier(tmp_path)
+    assert [one.present([b"a", b"b"]) for _ in range(2)] == [[False, True]] * 2
+    mocker.stop(patched)
+    assert one.present([b"a", b"b"]) == [True, True], "it is listed as soon as that works"
+
+
 def test_an_empty_directory_is_swept_and_its_writer_makes_it_again(tmp_path: Path) -> None:
     idle, other = tier(tmp_path), tier(tmp_path)
     write(idle, b"a")

@@ -16,6 +16,7 @@ Rules
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import os
 import secrets
@@ -23,6 +24,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from stat import S_ISDIR
 
 from kvconn.config import FsTierSettings
 from kvconn.errors import ConfigError
@@ -53,8 +55,8 @@ class FsTier(SecondaryTier):
             raise ConfigError(f"root_dir: expected a directory that exists, got {settings.root_dir!r}")
         self._root = settings.root_dir
         self._max = settings.max_bytes
-        #: blocks of a file, at most (rule 3)
-        self._together = max(1, min(BLOCKS_MAX, settings.max_bytes // 16 // least))
+        #: blocks of a file (rule 3), so that what is written at once is one file, and is there or not as one
+        self.batch = max(1, min(self.batch, settings.max_bytes // 16 // least))
         self._identity = identity
         self._shares = {share: ShareIndex(settings.root_dir, identity, share, block_bytes) for share in identity.shares}
         self._lock = threading.Lock()
@@ -79,9 +81,8 @@ class FsTier(SecondaryTier):
 
     def write_all(self, keys: Sequence[bytes], data: memoryview) -> list[bool]:
         new, size = self._unknown(keys), len(data) // len(keys)
-        for at in range(0, len(new), self._together):
-            part = new[at : at + self._together]
-            self._publish([keys[k] for k in part], _picked(data, size, part))
+        if new:
+            self._publish([keys[k] for k in new], _picked(data, size, new))
         return [True] * len(keys)
 
     def read(self, key: bytes) -> bytes | None:
@@ -218,8 +219,11 @@ class FsTier(SecondaryTier):
         for _, length, path in files:
             if self._used + size <= target:
                 break
-            self._unlink(path)
-            self._used -= length
+            with contextlib.suppress(OSError):  # one that cannot be removed keeps no other
+                self._unlink(path)
+                self._used -= length
+        if self._used + size > self._max:
+            raise OSError(errno.ENOSPC, "max_bytes is full of files that cannot be removed", self._share().folder)
 
     def _files(self) -> Iterator[tuple[float, int, str]]:
         """(last use, length, path) of this share's files, those of earlier versions and others' temporary ones
@@ -235,8 +239,11 @@ class FsTier(SecondaryTier):
                     stat = entry.stat(follow_symlinks=False)
                 except FileNotFoundError:  # removed by another engine
                     continue
+                if S_ISDIR(stat.st_mode):
+                    continue
                 if directory.name == TEMPORARY and stat.st_mtime < old:
-                    self._unlink(entry.path)
+                    with contextlib.suppress(OSError):
+                        self._unlink(entry.path)
                 else:
                     yield stat.st_mtime, stat.st_size, entry.path
 

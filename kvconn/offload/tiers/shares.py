@@ -27,6 +27,8 @@ SUFFIX, TEMPORARY = ".kv", ".tmp"
 #: characters of a writer's name
 WRITER = 16
 RELIST = 64
+#: without waiting: what lies there may be a pipe
+LOOK = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
 
 
 @dataclass
@@ -67,15 +69,17 @@ class ShareIndex:
         again = self._looks % RELIST == 0
         self._looks += 1
         for name in there:
-            if again or name not in self._writers:
-                self._list(name)
-            else:
-                self._follow(name)
+            with contextlib.suppress(OSError):  # one directory that cannot be read must not hide the others
+                if again or name not in self._writers:
+                    self._list(name)
+                else:
+                    self._follow(name)
 
     def _list(self, name: str) -> None:
-        writer, changed = self._writers.setdefault(name, _Writer()), self._changed(name)
+        changed = self._changed(name)
         names = {one.removesuffix(SUFFIX) for one in _names(f"{self.folder}/{name}") if one.endswith(SUFFIX)}
         there = {int(one) for one in names if one.isascii() and one.isdecimal()}
+        writer = self._writers.setdefault(name, _Writer())
         for gone in writer.segments.keys() - there:
             self._forget(name, gone)
         for number in sorted(there - writer.segments.keys()):
@@ -87,14 +91,13 @@ class ShareIndex:
     def _follow(self, name: str) -> None:
         writer = self._writers[name]
         number = writer.next
-        with contextlib.suppress(OSError):
-            while self._take(name, number):
-                number = writer.next = number + 1
-            changed = self._changed(name)
-            if writer.changed is None:
-                writer.changed = changed
-            elif writer.changed != changed:
-                self._list(name)
+        while self._take(name, number):
+            number = writer.next = number + 1
+        changed = self._changed(name)
+        if writer.changed is None:
+            writer.changed = changed
+        elif writer.changed != changed:
+            self._list(name)
 
     def _changed(self, name: str) -> int | None:
         with contextlib.suppress(OSError):
@@ -105,7 +108,7 @@ class ShareIndex:
         """Learn what a segment has. False: there is none."""
         path = self.path(name, number)
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            fd = os.open(path, LOOK)
         except FileNotFoundError:
             return False
         try:
