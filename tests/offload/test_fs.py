@@ -326,6 +326,20 @@ def test_what_cannot_be_removed_is_passed_over_and_the_bound_holds(tmp_path: Pat
     assert one.write(b"then", DATA) and one.read(b"then") == DATA
 
 
+def test_a_file_that_another_engine_is_writing_counts_and_stays(tmp_path: Path) -> None:
+    one = tier(tmp_path, max_bytes=16 * FILE)
+    for n in range(15):
+        one.write(b"%d" % n, DATA)
+    begun = files(tmp_path)[0].parent.parent / TEMPORARY / "0-0"
+    begun.write_bytes(bytes(FILE))
+    for path in files(tmp_path):
+        if path != begun:
+            os.utime(path, (2**33, 2**33))
+    later = tier(tmp_path, max_bytes=16 * FILE)
+    assert later.write(b"new", DATA) and begun.exists()
+    assert sum(path.stat().st_size for path in files(tmp_path)) == 15 * FILE
+
+
 def test_two_engines_may_write_one_key_at_once(tmp_path: Path) -> None:
     """Each writes files of its own, and every read is whole or nothing."""
     tiers, wrong = [tier(tmp_path) for _ in range(2)], []

@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import itertools
+import math
 import os
 import secrets
 import threading
@@ -241,11 +242,13 @@ class FsTier(SecondaryTier):
                     continue
                 if S_ISDIR(stat.st_mode):
                     continue
-                if directory.name == TEMPORARY and stat.st_mtime < old:
+                if directory.name != TEMPORARY:
+                    yield stat.st_mtime, stat.st_size, entry.path
+                elif stat.st_mtime >= old:  # somebody is writing it: the last to go
+                    yield math.inf, stat.st_size, entry.path
+                else:
                     with contextlib.suppress(OSError):
                         self._unlink(entry.path)
-                else:
-                    yield stat.st_mtime, stat.st_size, entry.path
 
     def _remove(self, path: str) -> None:
         """A file that is not what was written."""
