@@ -245,18 +245,20 @@ class OffloadScheduler:
         self, sent: Iterable[str], received: Iterable[str], failed: Iterable[str], facts: Iterable[Fact], now: float
     ) -> Emit:
         """Take the ranks' words; filter the engine's sets (veto, never originate)."""
-        lives, jobs = [], []
+        lives, jobs, gone = [], [], []
         for fact in facts:
             if fact.child == JOBS:
                 jobs.append(msgspec.structs.replace(fact, child=()))
             elif fact.child == GONE:
-                self._gone(fact)
+                gone.append(fact)
             else:
                 lives.append(fact)
                 if fact.direction == "recv" and fact.state == "failed" and fact.id in self._requests:
                     self._requests[fact.id].refused = True
                     self._requests[fact.id].leave()
         stored = [job for job, fine in self.book.report(jobs) if self._settle(job, fine)]
+        for fact in gone:  # after what was stored: a tier does not tell what came back
+            self._gone(fact)
         self._save(stored, now)
         emit = self._gate.reports(sent, received, failed, lives)
         for id in [id for id in self._loading if self.ledger.get(id, "recv") is None]:

@@ -326,6 +326,25 @@ def test_what_cannot_be_removed_is_passed_over_and_the_bound_holds(tmp_path: Pat
     assert one.write(b"then", DATA) and one.read(b"then") == DATA
 
 
+def test_more_blocks_that_go_at_once_than_are_told_at_once_are_all_told(tmp_path: Path, mocker: Any) -> None:
+    mocker.patch("kvconn.offload.tiers.fs.TOLD_MAX", 3)
+    keys = [b"%d" % n for n in range(8)]
+    write(tier(tmp_path), *keys)
+    small = tier(tmp_path, max_bytes=2 * FILE)
+    small.write(b"new", DATA)
+    told = [small.take_removed() for _ in range(4)]
+    assert list(map(len, told)) == [3, 3, 2, 0] and sorted(key for keys in told for key in keys) == keys
+
+
+def test_a_block_that_comes_back_before_its_removal_was_told_is_not_told(tmp_path: Path) -> None:
+    one = tier(tmp_path)
+    write(one, b"a", b"b")
+    damage(files(tmp_path)[0], "data")
+    assert one.read(b"a") is None
+    one.write(b"b", DATA)
+    assert one.take_removed() == [b"a"]
+
+
 def test_a_file_that_another_engine_is_writing_counts_and_stays(tmp_path: Path) -> None:
     one = tier(tmp_path, max_bytes=16 * FILE)
     for n in range(15):

@@ -175,6 +175,24 @@ def test_a_slot_that_was_copied_too_late_is_not_saved(mocker: Any) -> None:
     assert DictTier.kept == {}
 
 
+def test_what_went_as_soon_as_it_was_stored_is_told_in_this_order(start: Start, tmp_path: Path, mocker: Any) -> None:
+    engine = start(tmp_path)
+    worker, told = engine.worker_half.worker, set[str]()
+
+    def taken(self: FsTier) -> list[bytes]:
+        done = {fact.id for fact in worker._facts if fact.id.startswith("save:")} - told
+        told.update(done)
+        return [bytes.fromhex(id.removeprefix("save:")) for id in sorted(done)]
+
+    mocker.patch.object(FsTier, "take_removed", taken)
+    engine.run(REQUESTS[:1])
+    gone = [event.block_hashes[0] for event in engine.events if isinstance(event, BlockRemoved)]
+    assert gone
+    for key in gone:
+        kinds = [type(event) for event in engine.events if event.medium == "fs" and event.block_hashes == (key,)]
+        assert kinds == [BlockStored, BlockRemoved]
+
+
 def test_every_tier_tells_what_it_stored_and_removed(start: Start, tmp_path: Path) -> None:
     engine = start(tmp_path, blocks=8, max_bytes=20_000)
     engine.run(REQUESTS)

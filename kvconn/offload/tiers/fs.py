@@ -23,7 +23,6 @@ import os
 import secrets
 import threading
 import time
-from collections import deque
 from collections.abc import Iterator, Sequence
 from stat import S_ISDIR
 
@@ -39,7 +38,8 @@ __all__ = ["FsTier"]
 NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 #: seconds after which a temporary file belongs to nobody any more
 ABANDONED = 600.0
-REMOVED_MAX = 4096
+#: removed blocks that wait to be told, and how many are told at once
+REMOVED_MAX, TOLD_MAX = 1 << 16, 1024
 
 
 class FsTier(SecondaryTier):
@@ -66,8 +66,8 @@ class FsTier(SecondaryTier):
         self._serial = itertools.count()
         self._used: int | None = None
         self._since_scan = 0
-        #: appended to and taken from without the lock, which is held over calls to the disk
-        self._removed: deque[bytes] = deque()
+        #: not told yet, oldest first; taken from without the lock, which is held over calls to the disk
+        self._removed: dict[bytes, None] = {}
 
     # -- the tier ------------------------------------------------------------------------------------------------
 
@@ -94,7 +94,8 @@ class FsTier(SecondaryTier):
         return None
 
     def take_removed(self) -> list[bytes]:
-        return [self._removed.popleft() for _ in range(len(self._removed))]
+        oldest = list(self._removed)[:TOLD_MAX]
+        return [key for key in oldest if self._removed.pop(key, False) is None]
 
     # -- what is there -------------------------------------------------------------------------------------------
 
@@ -166,6 +167,8 @@ class FsTier(SecondaryTier):
             with self._lock:
                 self._rename(temporary, share.path(self._writer, self._next))
                 share.add(self._writer, self._next, places)
+                for key in keys:
+                    self._removed.pop(key, None)  # back before it was told
                 self._next += 1
                 self._used = (self._used or 0) + length
                 self._since_scan += length
@@ -264,7 +267,7 @@ class FsTier(SecondaryTier):
             os.unlink(path)
         for key in self._share().drop(path):
             if len(self._removed) < REMOVED_MAX:
-                self._removed.append(key)
+                self._removed[key] = None
 
     def __repr__(self) -> str:
         used = "not scanned" if self._used is None else f"{self._used}/{self._max} bytes"
