@@ -270,7 +270,8 @@ class _Plain:
 
 @functools.lru_cache(64)
 def _is_plain(cls: type) -> bool:
-    own = {"__slots__", "__copy__", "__getstate__", "__setstate__"}
+    own = {"__slots__", "__copy__", "__reduce__", "__reduce_ex__", "__getnewargs__", "__getnewargs_ex__"}
+    own |= {"__getstate__", "__setstate__"}
     return cls.__basicsize__ == _Plain.__basicsize__ and not any(own & vars(one).keys() for one in cls.__mro__[:-1])
 
 

@@ -343,6 +343,14 @@ class TestTheResult:
         assert type(result) is Slotted
         assert (result.mark, result.finished_sending) == (7, {"r"})
 
+    def test_an_object_that_says_how_it_is_copied_is_copied_so(self) -> None:
+        class Made(KVConnectorOutput):
+            def __reduce__(self) -> tuple[object, ...]:
+                return Made, (), {**vars(self), "copied": True}
+
+        result = part(KVOutputAggregator(1).aggregate([Output(Made(finished_sending={"r"}))]))
+        assert (result.copied, result.finished_sending) == (True, {"r"})
+
     def test_inputs_are_never_mutated(self) -> None:
         aggregator = KVOutputAggregator(2)
         outputs = [

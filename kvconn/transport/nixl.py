@@ -13,7 +13,8 @@ Rules (F1 to F8 are docs/design.md, section 2; measured on nixl 1.5.1)
 5. A handle that is not final is never released and its peer never removed (C6). The one exception is
    :meth:`NixlTransport.close`, which destroys the agent, and after that nothing lands (F1).
 6. What NIXL raises ends here: callers see ``TransportError``, which says whose fault it is and what to do.
-7. The memory of a process on this host is read by :mod:`~kvconn.transport.near`, and is quiet at once.
+7. The memory of a process on this host is read by :mod:`~kvconn.transport.near`, and is quiet at once. With ``poll`` its
+   first single part is NIXL's, which makes the connection that notifications need.
 8. The environment that UCX reads is settled before nixl is loaded (``prepare_ucx_env``); what the user set stands.
 """
 
@@ -443,6 +444,8 @@ class NixlTransport(Transport):
         """Read it here and now; False: NIXL is asked, now and for good where it did not work."""
         if peer.near is None or not self._memory.hold(local):
             return False
+        if self.progress == "poll" and peer.probe is None and len(local) == 1:
+            return False  # a fence word connects: no notification would leave before our next call, if there is one
         if not peer.near.read(local, remote):
             _move_away(peer)
             return False

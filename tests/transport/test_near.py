@@ -63,6 +63,22 @@ def test_a_single_word_and_all_there_is_are_read_so_too(pair: Pair) -> None:
     assert not pair.d("probed", pair.p_name), "NIXL was asked"
 
 
+def test_where_nobody_progresses_between_calls_a_word_connects_so_that_what_is_said_then_leaves() -> None:
+    with ExitStack() as stack:
+        pair = make_pair(stack, ANY, progress="poll")
+        pair.d("call", "release", pair.post(*SCATTERED))
+        handle = pair.post((8, 8))
+
+        def over() -> bool:
+            pair.p("call", "notifications")
+            return bool(pair.d("state", handle) == "DONE")
+
+        until(over, "the word")
+        assert pair.d("near", pair.p_name) and pair.d("probed", pair.p_name)
+        pair.d("call", "notify", pair.p_name, b"done")
+        until(lambda: pair.p("call", "notifications") == [(pair.d_name, b"done")], "the notification")
+
+
 def test_a_part_outside_of_our_registered_memory_is_refused_and_nothing_written(pair: Pair) -> None:
     pair.p("scramble", 1)
     before = pair.d("read", 0, SIZE)
