@@ -150,9 +150,10 @@ def test_two_engines_that_serve_and_read_at_the_same_time(start: Starter, shape:
     transfer = both if shape == "alone" else multi(both, offload_hold(), role="kv_both")
     a, b = start("A", transfer=transfer), start("B", transfer=transfer)
     prompts = {f"{way}{n}": unique_tokens(f"{way}{n}", 17 + 5 * n) for way in ("ab", "ba") for n in range(4)}
-    for id, prompt in prompts.items():
-        source, target = (a, b) if id.startswith("ab") else (b, a)
-        target.submit(EngineRequest(f"d-{id}", prompt, 5, prefilled(source, f"p-{id}", prompt)))
+    ways = {"ab": (a, b), "ba": (b, a)}
+    params = {id: prefilled(ways[id[:2]][0], f"p-{id}", prompt) for id, prompt in prompts.items()}
+    for id, prompt in prompts.items():  # after all of it: who waits for one end throws others away
+        ways[id[:2]][1].submit(EngineRequest(f"d-{id}", prompt, 5, params[id]))
     told = {
         id: end.tokens
         for one, way in ((b, "ab"), (a, "ba"))
