@@ -13,8 +13,8 @@ Rules (F1 to F8 are docs/design.md, section 2; measured on nixl 1.5.1)
 5. A handle that is not final is never released and its peer never removed (C6). The one exception is
    :meth:`NixlTransport.close`, which destroys the agent, and after that nothing lands (F1).
 6. What NIXL raises ends here: callers see ``TransportError``, which says whose fault it is and what to do.
-7. The memory of a process on this host is read by :mod:`~kvconn.transport.near`, and is quiet at once. With ``poll`` its
-   first single part is NIXL's, which makes the connection that notifications need.
+7. The memory of a process on this host is read by :mod:`~kvconn.transport.near`, and is quiet at once. With ``poll``
+   its first single part is NIXL's, which makes the connection that notifications need.
 8. The environment that UCX reads is settled before nixl is loaded (``prepare_ucx_env``); what the user set stands.
 """
 
