@@ -14,14 +14,19 @@ Rules
    handshake, and who lies in it can as well hand over other bytes.
 4. To the kernel each side is a stream of bytes, cut as that side likes: neighbours are joined on each side by itself.
    What counts is their side, whose pages are looked up part by part; so callers name parts in the order of theirs.
+5. A second thread takes calls from the same queue, while there are any; it sleeps otherwise. A read returns when both
+   have done what they took. Where no thread can be started the caller's does all.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import os
 import select
+from collections import deque
+from concurrent.futures import Executor, Future
 from pathlib import Path
 from typing import Any, Final
 
@@ -34,8 +39,8 @@ __all__ = ["Near", "may_be_near", "whereabouts"]
 
 #: parts of one call: the kernel's IOV_MAX
 AT_ONCE: Final = 1024
-#: bytes of one call; the kernel stops short of 2 GiB
-MOST: Final = 1 << 30
+#: bytes of one call: half a millisecond, so that two threads end together
+MOST: Final = 4 << 20
 _PROC: Final = Path("/proc")
 
 
@@ -106,15 +111,34 @@ class Near:
                 os.close(pidfd)
         return None
 
-    def read(self, local: Descs, remote: Descs) -> bool:
-        """Copy ``remote[i]`` of it to ``local[i]`` for every i; False when not all of it is known to have come."""
+    def read(self, local: Descs, remote: Descs, second: Executor | None = None) -> bool:
+        """Copy ``remote[i]`` of it to ``local[i]`` for every i; False when not all of it is known to have come.
+
+        ``second``: whose thread may help. Nothing is under way when this returns.
+        """
         here, mine, there, theirs = _calls(local, remote)
-        for i in range(len(mine) - 1):
-            ours, others = here[mine[i] : mine[i + 1]], there[theirs[i] : theirs[i + 1]]
-            got = self._call(self._pid, ours.ctypes.data, len(ours), others.ctypes.data, len(others), 0)
-            if got != int(ours[:, 1].sum()):
-                return False
-        return not self._alive.poll(0)
+        calls = deque(range(len(mine) - 1))
+
+        def copy() -> bool:
+            while True:
+                try:
+                    i = calls.popleft()
+                except IndexError:
+                    return True
+                ours, others = here[mine[i] : mine[i + 1]], there[theirs[i] : theirs[i + 1]]
+                got = self._call(self._pid, ours.ctypes.data, len(ours), others.ctypes.data, len(others), 0)
+                if got != int(ours[:, 1].sum()):
+                    calls.clear()
+                    return False
+
+        helped: Future[bool] | None = None
+        if second is not None and len(calls) > 1:
+            with contextlib.suppress(RuntimeError):  # no thread left, or it was ended
+                helped = second.submit(copy)
+        good = copy()
+        if helped is not None and not helped.cancel():  # it may not have begun
+            good = helped.result() and good
+        return good and not self._alive.poll(0)
 
     def close(self) -> None:
         """Idempotent."""

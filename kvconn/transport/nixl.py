@@ -27,6 +27,7 @@ import uuid
 import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 import numpy as np
@@ -127,6 +128,7 @@ class NixlTransport(Transport):
         self._arrivals = 0  # how often some came
         self._shape: bool | None = None  # whether NIXL's blobs are of the shape that we can check
         self._pump: Pump | None = None
+        self._second = ThreadPoolExecutor(1, "kvconn-near")  # its thread starts with the first large read
         known = event_sets()
         self._agent: Any = _make_agent(self.name, progress, self.backends, num_threads)
         if progress == "pump":
@@ -388,6 +390,7 @@ class NixlTransport(Transport):
         """
         if self._pump is not None:
             self._pump.close()
+        self._second.shutdown(wait=False)  # it works for a caller in the gate alone, who waits for it
         with self._gate.within(LIMITS.end_thread):
             if self._agent is None:
                 return
@@ -446,7 +449,7 @@ class NixlTransport(Transport):
             return False
         if self.progress == "poll" and peer.probe is None and len(local) == 1:
             return False  # a fence word connects: no notification would leave before our next call, if there is one
-        if not peer.near.read(local, remote):
+        if not peer.near.read(local, remote, self._second):
             _move_away(peer)
             return False
         return True

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Literal
@@ -228,8 +229,13 @@ def test_each_side_is_cut_as_it_likes_and_calls_are_bounded(
         local.append([here.ctypes.data + to, length])
         remote.append([held + at, length])
         expected[to : to + length] = np.arange(at, at + length)
-    assert near.read(np.array(local, np.int64), np.array(remote, np.int64))
-    assert here.tolist() == expected.tolist()
+    with ThreadPoolExecutor(1) as second:
+        for helper in (None, second):
+            here[:] = 0
+            assert near.read(np.array(local, np.int64), np.array(remote, np.int64), helper)
+            assert here.tolist() == expected.tolist()
+            assert not near.read(np.array(local, np.int64), np.array([*remote[:-1], [4096, 2]], np.int64), helper)
+    assert near.read(np.array(local, np.int64), np.array(remote, np.int64), second), "no thread is to be had"
     near.close()
 
 
