@@ -1,7 +1,8 @@
 """A holder and a reader, two processes: one small and one large read, a notification, and memcpy beside them.
 
 Rules
-1. Both speak the transport that connectors use, with its defaults. The holder only polls, as P does.
+1. Both speak the transport that connectors use, with its defaults, but every read is NIXL's: which way UCX takes is the
+   question, and a connector on the same host may read without it. The holder only polls, as P does.
 2. Everything is warmed up once, then measured; memcpy copies the same number of bytes in the same process between the
    reads. Medians are reported, never compared to a figure of another machine.
 3. The bytes read are compared with what the holder wrote.
@@ -145,7 +146,7 @@ def hold(fd: str, memory: MemType) -> None:
 
     with Connection(int(fd)) as line:
         begin("make a NIXL agent")
-        transport = NixlTransport()
+        transport = NixlTransport(batch=False)
         buffer = _Buffer(memory, SIZE)
         buffer.fill()
         begin("register memory")
@@ -167,7 +168,7 @@ def read(fd: str, memory: MemType) -> None:
 
     with Connection(int(fd)) as line:
         begin("make a NIXL agent")
-        transport = NixlTransport()
+        transport = NixlTransport(batch=False)
         mine, other = _Buffer(memory, SIZE), _Buffer(memory, SIZE)
         begin("register memory")
         transport.register([MemoryRegion(mine.address, SIZE, memory)])
