@@ -21,7 +21,7 @@ from typing import Any
 
 import bench.contact_halves
 from bench.halves import KINDS, Halves, Kind
-from bench.latency import BLOCK, DEADLINE, EMPTY_STEP, LAYERS, POOL, _producer
+from bench.latency import BLOCK, DEADLINE, EMPTY_STEP, LAYERS, POOL, produce
 from bench.measure import Series, Table
 from bench.producer import caches
 
@@ -64,7 +64,7 @@ def _rounds(rounds: int) -> None:
 
 def _met(kind: Kind) -> dict[str, float]:
     ends = [multiprocessing.Pipe() for _ in range(3)]
-    children = [_forked(_producer, kind, theirs) for _, theirs in ends[:2]]
+    children = [_forked(produce, kind, theirs) for _, theirs in ends[:2]]
     children.append(_forked(_consumer, kind, ends[0][0], ends[1][0], ends[2][1]))
     try:
         if not ends[2][0].poll(2 * DEADLINE):

@@ -24,7 +24,7 @@ from bench.producer import caches, regions
 from bench.turns import Processes, timed_read
 from kvconn.transport.nixl import NixlTransport
 
-__all__ = ["run"]
+__all__ = ["produce", "run"]
 
 Subject = Literal["ours", "stock", "raw"]
 SUBJECTS: tuple[Subject, ...] = ("ours", "stock", "raw")
@@ -75,7 +75,7 @@ class _Pair:
         context = multiprocessing.get_context("spawn")
         self._pipe, driver = context.Pipe()
         p_end, d_end = context.Pipe()
-        serve, read = (_raw_producer, _raw_consumer) if subject == "raw" else (_producer, _consumer)
+        serve, read = (_raw_producer, _raw_consumer) if subject == "raw" else (produce, _consumer)
         self._processes = Processes([
             context.Process(target=serve, args=(subject, p_end), daemon=True),
             context.Process(target=read, args=(subject, d_end, driver), daemon=True),
@@ -103,7 +103,7 @@ class _Pair:
 # -- in the children
 
 
-def _producer(subject: Subject, pipe: Connection) -> None:
+def produce(subject: Subject, pipe: Connection) -> None:
     tensors = caches(LAYERS, POOL, BLOCK, 7)
     p = Halves(subject, "kv_producer", layers=LAYERS, blocks=POOL, block_bytes=BLOCK, caches=tensors)  # type: ignore[arg-type]
     pipe.send(None)

@@ -151,7 +151,7 @@ class CompletionLedger:
         if left.bit_count() > spare or owed.bit_count() <= spare:
             return Outcome.ADDED
         life.settled = (*life.settled, child)
-        return Outcome.COMPLETED if len(life.settled) == len(life.owed) else Outcome.ADDED
+        return Outcome.COMPLETED if life.complete else Outcome.ADDED
 
     def _fail(self, life: _Life, child: Child, ranks: int, why: str) -> Outcome:
         life.failed = True
@@ -188,7 +188,7 @@ class CompletionLedger:
     def pop_ready(self, id: str, direction: Direction, *, require_seen: bool = True) -> Closed | None:
         """Close the pair's life if it is complete (and seen); None otherwise."""
         life = self._open[direction].get(id)
-        if life is None or len(life.settled) < len(life.owed) or (require_seen and not life.seen):
+        if life is None or not life.complete or (require_seen and not life.seen):
             return None
         del self._open[direction][id]
         return Closed(id, direction, life.n, life.failed, life.why)

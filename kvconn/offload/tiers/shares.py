@@ -77,8 +77,8 @@ class ShareIndex:
 
     def _list(self, name: str) -> None:
         changed = self._changed(name)
-        names = {one.removesuffix(SUFFIX) for one in _names(f"{self.folder}/{name}") if one.endswith(SUFFIX)}
-        there = {int(one) for one in names if one.isascii() and one.isdecimal()}
+        numbers = map(_number, _names(f"{self.folder}/{name}"))
+        there = {number for number in numbers if number is not None}
         writer = self._writers.setdefault(name, _Writer())
         for gone in writer.segments.keys() - there:
             self._forget(name, gone)
@@ -138,10 +138,8 @@ class ShareIndex:
     def drop(self, path: str) -> list[bytes]:
         """A file is gone: the keys that are not known any more for that."""
         name, _, file = path.removeprefix(f"{self.folder}/").partition("/")
-        number = file.removesuffix(SUFFIX)
-        if name in self._writers and number.isascii() and number.isdecimal():
-            return self._forget(name, int(number))
-        return []
+        number = _number(file)
+        return self._forget(name, number) if name in self._writers and number is not None else []
 
     def _forget(self, name: str, number: int) -> list[bytes]:
         path = self.path(name, number)
@@ -164,6 +162,12 @@ class ShareIndex:
 
     def __repr__(self) -> str:
         return f"ShareIndex({self.folder} blocks={len(self)} writers={len(self._writers)})"
+
+
+def _number(file: str) -> int | None:
+    """Of a segment; None: a file of this name is none."""
+    name = file.removesuffix(SUFFIX)
+    return int(name) if name != file and name.isascii() and name.isdecimal() else None
 
 
 def _names(folder: str) -> list[str]:
