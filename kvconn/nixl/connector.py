@@ -100,7 +100,7 @@ class NixlConnector(KVConnector):
     def build_connector_meta(self, step: StepView) -> ConnectorMetadata:
         scheduler = self.scheduler
         said = scheduler.step(step, self._clock())
-        rests = scheduler.loading and not step.requests
+        rests = bool(scheduler.loading) and not step.requests
         if said is None:
             return RESTING if rests else SILENT
         return NixlMetadata(said, rests)
@@ -143,7 +143,8 @@ class NixlConnector(KVConnector):
                 self.worker.bind(metadata.step, self._clock())
 
     def start_load_kv(self, context: object = None, **kwargs: object) -> None:
-        self.worker.start_loads(self._clock())
+        if self.worker.loads_wait:
+            self.worker.start_loads(self._clock())
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> TransferResults:
         return self.worker.poll(self._clock())

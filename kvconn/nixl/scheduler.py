@@ -82,7 +82,8 @@ class NixlScheduler:
         self._gate = CompletionGate(self.ledger)
         self.meter = Meter()
         self._incoming: dict[str, _Incoming] = {}
-        self._loading: dict[str, RemoteRef] = {}
+        #: loads that are open and may still end well
+        self.loading: dict[str, RemoteRef] = {}
         self._sends: list[SendSpec] = []
         self._loads: list[LoadSpec] = []
         self._releases: list[RemoteRef] = []
@@ -158,7 +159,7 @@ class NixlScheduler:
             n = self.ledger.open(view.id, "recv", {(): self._ranks}, now=now)
             self._loads.append(self._load(view, blocks, n_external, n, incoming, now))
             if incoming.ref is not None:
-                self._loading[view.id] = incoming.ref
+                self.loading[view.id] = incoming.ref
         elif incoming.ref is not None:
             self._releases.append(incoming.ref)
         incoming.ref = None  # the request goes on for long, its reference does not
@@ -298,7 +299,7 @@ class NixlScheduler:
             or self._to_hold
             or self._telling
             or self._fences.cooling
-            or (now >= self._next_heartbeat and (self._incoming or self._loading))
+            or (now >= self._next_heartbeat and (self._incoming or self.loading))
             or (self._server is not None and self._server.refused > self._refused)
         )
 
@@ -326,7 +327,7 @@ class NixlScheduler:
                 incoming.beating = True
                 refs.append(incoming.ref)
         if due:
-            refs += self._loading.values()
+            refs += self.loading.values()
         wanted: dict[PeerKey, list[str]] = {}
         for ref in refs:
             wanted.setdefault(ref.peer, []).append(ref.transfer_id)
@@ -343,10 +344,10 @@ class NixlScheduler:
                 continue
             about.append(fact)
             if fact.state == "failed" and self._is_open(fact):
-                self._loading.pop(fact.id, None)  # nobody wants it any more: its producer's lease may end
+                self.loading.pop(fact.id, None)  # nobody wants it any more: its producer's lease may end
         emit = self._gate.reports(sent, received, failed, about)
         for id in emit.received:
-            self._loading.pop(id, None)
+            self.loading.pop(id, None)
         for id in emit.sent:
             self._fences.close(id)
         return emit
@@ -363,11 +364,6 @@ class NixlScheduler:
             self._telling[fact.id] = owed, until
         else:
             self._telling.pop(fact.id, None)
-
-    @property
-    def loading(self) -> bool:
-        """Are loads open that may still end well?"""
-        return bool(self._loading)
 
     def needs_steps(self, now: float) -> bool:
         """True while producers are still to be told to let go: their blocks would wait for the lease's end (C12)."""
@@ -412,5 +408,5 @@ class NixlScheduler:
     def __repr__(self) -> str:
         return (
             f"NixlScheduler({self._config.kv_transfer.kv_role} {self.ledger!r} "
-            f"incoming={len(self._incoming)} loading={len(self._loading)} fences={len(self._fences)})"
+            f"incoming={len(self._incoming)} loading={len(self.loading)} fences={len(self._fences)})"
         )

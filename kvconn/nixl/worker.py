@@ -94,6 +94,8 @@ class NixlWorker:
         self._republish = False
         #: no token is computed in this step, and loads are open
         self.rests = False
+        #: :meth:`start_loads` may have something to start
+        self.loads_wait = False
         #: until then nothing but a step or a notification can change anything here
         self._next_due = -math.inf
         #: lives a replicated rank has only to acknowledge: request id -> n, until the next poll.
@@ -155,6 +157,7 @@ class NixlWorker:
         if self.role.replicates:
             return
         self._reader.accept(load for load in step.loads if self._is_new("recv", load.n))
+        self.loads_wait = self._reader.waiting
         self._put_off += [(key, partial(self._contacts.heartbeat, ids)) for key, ids in step.heartbeats]
         self._put_off += [(ref.peer, partial(self._let_go, ref)) for ref in step.releases]
         if not self._agent.busy:
@@ -184,8 +187,9 @@ class NixlWorker:
     def start_loads(self, now: float) -> None:
         """Begin this step's loads, after its forward began; after the poll that finds our agent busy no more, if it is
         busy now."""
-        if self._reader.waiting and not self._agent.busy:
+        if not self._agent.busy:
             self._reader.start(now)
+            self.loads_wait = False
 
     def _let_go(self, ref: RemoteRef, peer: Peer | None, why: str, now: float) -> None:
         """Of a reference that nobody here reads; our scheduler half keeps the engine stepping until this."""

@@ -366,7 +366,10 @@ class NixlTransport(Transport):
 
     def notifications(self) -> list[tuple[str, bytes]]:
         """Notifications since the last call, as ``(agent name of the sender, bytes)``; progresses the agent (C11)."""
-        with self._gate:
+        turn, lock = self._gate.turn, self._gate.agent
+        turn.acquire()
+        lock.acquire()
+        try:
             if self._agent is not None:
                 try:
                     self._drain()
@@ -378,6 +381,9 @@ class NixlTransport(Transport):
             self._inbox.clear()
             self._inbox_bytes = 0
             return got
+        finally:
+            lock.release()
+            turn.release()
 
     # -- the end
 
