@@ -4,6 +4,8 @@ Rules
 1. UCX reads its environment when it is loaded and when a context is made; so this runs before nixl is imported, and a
    process that imported nixl before us keeps what it had.
 2. What the user set stands.
+3. UCX sends tcp segments from buffers of TX_SEG_SIZE, 8 KiB by default, and receives them into buffers of RX_SEG_SIZE,
+   64 KiB by default: so much may be sent at once to everybody who has not made that smaller (docs/performance.md).
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ __all__ = ["cma_usable", "prepare_ucx_env"]
 
 log = logging.getLogger(__name__)
 
+_TCP_SEGMENTS: Final = ("UCX_TCP_TX_SEG_SIZE", "UCX_TCP_RX_SEG_SIZE")
 #: run twice, as two processes that are no relatives of each other but siblings, like P and D on one host. The target
 #: allows itself to be read, as UCX's own processes do under a Yama policy.
 _CMA_PROBE: Final = """
@@ -75,10 +78,13 @@ def cma_usable() -> bool:
 
 
 def prepare_ucx_env() -> None:
-    """Settle the environment before UCX reads it: no CMA where the kernel refuses it, errors only, none on stdout."""
+    """Settle the environment before UCX reads it: no CMA where the kernel refuses it, errors only, none on stdout; tcp
+    segments as large as a peer takes them, unless the user chose a size."""
     os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
     os.environ.setdefault("UCX_LOG_LEVEL", "error")
     os.environ.setdefault("UCX_LOG_FILE", "stderr")  # its default, stdout, is the output of whoever loads us
+    if not any(name in os.environ for name in _TCP_SEGMENTS):
+        os.environ[_TCP_SEGMENTS[0]] = "64k"
     if "UCX_TLS" not in os.environ and not cma_usable():
         log.warning("reading another process's memory is not permitted here; UCX_TLS=^cma keeps UCX from aborting")
         os.environ["UCX_TLS"] = "^cma"

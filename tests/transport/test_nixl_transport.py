@@ -54,8 +54,9 @@ class Pair(NamedTuple):
         self.d("call", "release", handle)
 
 
-def make_pair(stack: ExitStack, env: dict[str, str], **kwargs: object) -> Pair:
-    d, p = (stack.enter_context(Child("transport", env)) for _ in range(2))
+def make_pair(stack: ExitStack, env: dict[str, str], p_env: dict[str, str] | None = None, **kwargs: object) -> Pair:
+    """``p_env``: of P, where it is another."""
+    d, p = (stack.enter_context(Child("transport", one)) for one in (env, env if p_env is None else p_env))
     p.send("start", SIZE, **kwargs)
     d.send("start", SIZE, **kwargs)
     (p_blob, p_address), (d_blob, _) = p.receive(), d.receive()
@@ -97,6 +98,23 @@ def test_bytes_are_exact(shared: Pair) -> None:
     for off, length in chosen:
         expected[off : off + length] = source[off : off + length]
     assert shared.d("read", 0, SIZE) == bytes(expected)
+
+
+@pytest.mark.parametrize("stock", ["reader", "producer"])
+def test_a_peer_with_segments_of_ucx_s_own_size_is_read_and_reads(stock: str) -> None:
+    """Ours are larger than UCX's default; who has that one, as a stock engine has, must take them."""
+    default = {**TCP, "UCX_TCP_TX_SEG_SIZE": "8k"}
+    d_env, p_env = (default, TCP) if stock == "reader" else (TCP, default)
+    with ExitStack() as stack:
+        pair = make_pair(stack, d_env, p_env, batch=False)
+        for child, env in ((pair.d, d_env), (pair.p, p_env)):
+            assert child("environment", "UCX_TCP_TX_SEG_SIZE") == env.get("UCX_TCP_TX_SEG_SIZE", "64k")
+            assert child("environment", "UCX_TCP_RX_SEG_SIZE") is None
+        pair.p("scramble", 7)
+        handle = pair.post((0, 8 * MIB), (8 * MIB + 1, 70_001), (9 * MIB, 7), (10 * MIB, 65_536))
+        assert pair.d("ended", handle) == "DONE"
+        for offset, length in ((0, 8 * MIB), (8 * MIB + 1, 70_001), (9 * MIB, 7), (10 * MIB, 65_536)):
+            assert pair.d("read", offset, length) == pair.p("read", offset, length)
 
 
 def test_local_and_remote_places_need_not_agree(shared: Pair) -> None:
@@ -401,11 +419,21 @@ def test_without_cma_ucx_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     assert os.environ["UCX_LOG_FILE"] == "stderr"
 
 
+@pytest.mark.parametrize("theirs", ["UCX_TCP_TX_SEG_SIZE", "UCX_TCP_RX_SEG_SIZE"])
+def test_whoever_chose_a_size_of_tcp_segments_keeps_it(theirs: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of those that are received: then ours would be larger than what the others were told to take."""
+    monkeypatch.setattr(ucx, "cma_usable", lambda: True)
+    monkeypatch.setattr(os, "environ", {theirs: "16k"})
+    ucx.prepare_ucx_env()
+    assert {name: value for name, value in os.environ.items() if "SEG_SIZE" in name} == {theirs: "16k"}
+
+
 def test_what_the_user_set_stands(monkeypatch: pytest.MonkeyPatch) -> None:
     def must_not_ask() -> bool:
         raise AssertionError("UCX_TLS is set, nobody needs to know")
 
     theirs = {"UCX_TLS": "rc,tcp", "UCX_LOG_LEVEL": "debug", "UCX_LOG_FILE": "x", "NIXL_LOG_LEVEL": "TRACE"}
+    theirs["UCX_TCP_TX_SEG_SIZE"] = "4k"
     monkeypatch.setattr(ucx, "cma_usable", must_not_ask)
     monkeypatch.setattr(os, "environ", dict(theirs))
     ucx.prepare_ucx_env()
