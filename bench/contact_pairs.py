@@ -22,7 +22,7 @@ from typing import Any
 import bench.contact_halves
 from bench.halves import KINDS, Halves, Kind
 from bench.latency import BLOCK, DEADLINE, EMPTY_STEP, LAYERS, POOL, produce
-from bench.measure import Series, Table
+from bench.measure import Series, Table, tls
 from bench.producer import caches
 
 __all__ = ["pairs"]
@@ -46,8 +46,9 @@ def pairs(rounds: int) -> Iterator[Table]:
     told_lines = (line for line in done.stdout.decode().splitlines() if line.startswith("["))  # NIXL prints too
     for kind, told in map(json.loads, told_lines):
         found[kind].append(told)
-    tls = os.environ.get("UCX_TLS", "default")
-    table = Table(f"First contact, processes of their own: 1 block, {LAYERS} layers, ms (UCX_TLS={tls})", ("", *KINDS))
+    table = Table(
+        f"First contact, processes of their own: 1 block, {LAYERS} layers, ms (UCX_TLS={tls()})", ("", *KINDS)
+    )
     for what in (FIRST, NEW, KNOWN, OTHERS, STEP):
         table.add(what, *(Series(tuple(one[what] for one in found[kind])) for kind in KINDS))
     yield table

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from bench.measure import Series, Table, percentiles
+from bench.measure import Series, Table, percentiles, tls
 from tests.vllm.engines import BLOCK, STOCK_PRODUCER, Engine, environment, ours, stock
 from tests.vllm.prompts import prompt
 
@@ -48,9 +48,8 @@ class _Stamped(Engine):
 
 
 def run(rounds: int = 9) -> Iterator[Table]:
-    tls = os.environ.get("UCX_TLS", "default")
     first = Table(
-        f"vLLM: from P's answer to D's first token, ms (UCX_TLS={tls}, {rounds} turns of {TURN} requests)",
+        f"vLLM: from P's answer to D's first token, ms (UCX_TLS={tls()}, {rounds} turns of {TURN} requests)",
         ("tokens", "connector", "p50 (of turns)", "p95", "nothing to load", "more than that", "of stock's"),
     )
     stages = Table("vLLM: where it goes, p50, ms", ("stage", *(f"{n} tokens: {k}" for n in SIZES for k in _KINDS)))

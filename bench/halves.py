@@ -74,7 +74,7 @@ class Halves:
 
     ``caches`` are tensors of another's making, by layer name; without them this process allocates some. ``world`` ranks
     are expected to report; the worker half here is rank 0. ``multi``: below a MultiConnector, beside a native child
-    that holds every finished request for some steps.
+    that holds every finished request for some steps. ``layout``: vLLM's name for how ``caches`` lie.
     """
 
     block_size = BLOCK_SIZE
@@ -91,12 +91,13 @@ class Halves:
         extra: Transfer | None = None,
         world: int = 1,
         multi: bool = False,
+        layout: str = "LBHNC",
     ) -> None:
         self.kind, self.port = kind, free_ports(1)[0]
         self.names = layer_names(layers)
         row = block_bytes // BLOCK_SIZE
         transfer = _transfer(kind, role, extra, multi)
-        self.config = _config(transfer, blocks, world)
+        self.config = _config(transfer, blocks, world, layout=layout)
         spec = MLAAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=row, dtype=torch.uint8)
         self.cache = KVCacheConfig(blocks, [], [KVCacheGroupSpec(list(self.names), spec)])
         self.tensors = caches or {n: torch.zeros(blocks, 1, BLOCK_SIZE, row, dtype=torch.uint8) for n in self.names}
@@ -206,10 +207,16 @@ def _transfer(kind: Kind, role: str, extra: Transfer | None, multi: bool) -> dic
 
 
 def _config(
-    transfer: Transfer, blocks: int, world: int, *, model: str | None = None, block_size: int = BLOCK_SIZE
+    transfer: Transfer,
+    blocks: int,
+    world: int,
+    *,
+    model: str | None = None,
+    block_size: int = BLOCK_SIZE,
+    layout: str = "LBHNC",
 ) -> VllmConfig:
     cache = CacheConfig(block_size=block_size, enable_prefix_caching=True)
-    cache.kv_cache_layout = "LBHNC"
+    cache.kv_cache_layout = layout
     config = VllmConfig(
         model_config=ModelConfig(
             model=model or _model(), dtype="float32", max_model_len=4096, enforce_eager=True, skip_tokenizer_init=True

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -19,7 +18,7 @@ from typing import Any, Literal
 import numpy as np
 
 from bench.halves import Halves
-from bench.measure import Table, percentiles
+from bench.measure import Table, percentiles, tls
 from bench.producer import caches, regions
 from bench.turns import Processes, timed_read
 from kvconn.transport.nixl import NixlTransport
@@ -41,7 +40,7 @@ DEADLINE = 60.0
 def run(rounds: int = 9) -> Iterator[Table]:
     pairs = {subject: _Pair(subject) for subject in SUBJECTS}
     table = Table(
-        f"Latency: P's end of a request to D's report, beyond raw NIXL's time, ms (UCX_TLS={_tls()})",
+        f"Latency: P's end of a request to D's report, beyond raw NIXL's time, ms (UCX_TLS={tls()})",
         ("blocks x layers x bytes", "subject", "p50", "p95", "raw NIXL p50"),
     )
     first = Table("Latency: the same, each pair's first request, ms, one each", ("subject", "ms"))
@@ -62,10 +61,6 @@ def run(rounds: int = 9) -> Iterator[Table]:
             pair.close()
     yield first
     yield table
-
-
-def _tls() -> str:
-    return os.environ.get("UCX_TLS", "default")
 
 
 class _Pair:

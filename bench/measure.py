@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["Series", "Table", "alternate", "cpu", "fits", "number", "percentiles", "wall"]
+__all__ = ["Series", "Table", "alternate", "cpu", "fits", "number", "percentiles", "tls", "wall"]
 
 Clock = Callable[[], float]
 
@@ -103,3 +104,8 @@ class Table:
         for row in [self.head, ["-" * width for width in widths], *self.rows]:
             print("| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |")
         sys.stdout.flush()
+
+
+def tls() -> str:
+    """What UCX was told to use, for a title."""
+    return os.environ.get("UCX_TLS", "default")

@@ -12,7 +12,7 @@ import multiprocessing
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -23,17 +23,19 @@ from kvconn.nixl import reader
 from kvconn.transport.base import MemoryRegion
 from kvconn.transport.nixl import NixlTransport
 
-__all__ = ["Engines", "Spent", "caches", "regions"]
+__all__ = ["Engines", "Layout", "Spent", "caches", "regions"]
 
 DEADLINE = 120.0
 #: seconds by phase; "all" is from D's first step to its report
 Spent = dict[str, float]
+#: vLLM's name for how caches lie: layers outermost, or blocks
+Layout = Literal["LBHNC", "BLHNC"]
 
 
 class Engines:
     """The driver's end."""
 
-    def __init__(self, kind: Kind, layers: int, blocks: int, block_bytes: int) -> None:
+    def __init__(self, kind: Kind, layers: int, blocks: int, block_bytes: int, layout: Layout = "LBHNC") -> None:
         self.kind: Kind = kind
         self._started = 0
         context = multiprocessing.get_context("spawn")
@@ -41,7 +43,9 @@ class Engines:
         self._pipes: list[Connection] = []
         for serve in (_produce, _consume):
             ours, theirs = context.Pipe()
-            made.append(context.Process(target=serve, args=(theirs, kind, layers, blocks, block_bytes), daemon=True))
+            made.append(
+                context.Process(target=serve, args=(theirs, kind, layers, blocks, block_bytes, layout), daemon=True)
+            )
             self._pipes.append(ours)
         self._processes = Processes(made)
         blob_and_bases = self._answer(0)
@@ -82,14 +86,20 @@ class Engines:
         return pipe.recv()
 
 
-def caches(layers: int, blocks: int, block_bytes: int, fill: int) -> dict[str, torch.Tensor]:
-    """Cache tensors whose pages are there."""
-    shape = (blocks, 1, BLOCK_SIZE, block_bytes // BLOCK_SIZE)
-    return {name: torch.full(shape, fill, dtype=torch.uint8) for name in layer_names(layers)}
+def caches(layers: int, blocks: int, block_bytes: int, fill: int, layout: Layout = "LBHNC") -> dict[str, torch.Tensor]:
+    """Cache tensors whose pages are there: one for each layer, or one of all layers, block by block."""
+    shape = (1, BLOCK_SIZE, block_bytes // BLOCK_SIZE)
+    names = layer_names(layers)
+    if layout == "LBHNC":
+        return {name: torch.full((blocks, *shape), fill, dtype=torch.uint8) for name in names}
+    pool = torch.full((blocks, layers, *shape), fill, dtype=torch.uint8)
+    return {name: pool[:, layer] for layer, name in enumerate(names)}
 
 
 def regions(tensors: dict[str, torch.Tensor]) -> list[MemoryRegion]:
-    return [MemoryRegion(one.data_ptr(), one.nbytes) for one in tensors.values()]
+    """The memory behind these caches, piece by piece."""
+    pieces = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors.values()}
+    return [MemoryRegion(base, nbytes) for base, nbytes in pieces.items()]
 
 
 def _agent(tensors: dict[str, torch.Tensor]) -> NixlTransport:
@@ -101,11 +111,11 @@ def _agent(tensors: dict[str, torch.Tensor]) -> NixlTransport:
 # -- P
 
 
-def _produce(pipe: Connection, kind: Kind, layers: int, blocks: int, block_bytes: int) -> None:
-    tensors = caches(layers, blocks, block_bytes, 7)
+def _produce(pipe: Connection, kind: Kind, layers: int, blocks: int, block_bytes: int, layout: Layout) -> None:
+    tensors = caches(layers, blocks, block_bytes, 7, layout)
     raw = _agent(tensors) if kind == "ours" else None
-    p = Halves(kind, "kv_producer", blocks=blocks, block_bytes=block_bytes, caches=tensors, layers=layers)
-    pipe.send((raw.metadata(), [one.data_ptr() for one in tensors.values()]) if raw is not None else None)
+    p = _halves("kv_producer", kind, tensors, block_bytes, layout)
+    pipe.send((raw.metadata(), [one.address for one in regions(tensors)]) if raw is not None else None)
     while True:
         if pipe.poll(0.001):
             params = p.prefill(*pipe.recv())
@@ -117,11 +127,11 @@ def _produce(pipe: Connection, kind: Kind, layers: int, blocks: int, block_bytes
 # -- D
 
 
-def _consume(pipe: Connection, kind: Kind, layers: int, blocks: int, block_bytes: int) -> None:
-    tensors = caches(layers, blocks, block_bytes, 0)
+def _consume(pipe: Connection, kind: Kind, layers: int, blocks: int, block_bytes: int, layout: Layout) -> None:
+    tensors = caches(layers, blocks, block_bytes, 0, layout)
     told = pipe.recv()
-    read_raw = _raw(tensors, block_bytes, *told) if told is not None else None
-    read = _connector(kind, tensors, layers, blocks, block_bytes)
+    read_raw = _raw(tensors, block_bytes * layers, *told) if told is not None else None
+    read = _connector(kind, _halves("kv_consumer", kind, tensors, block_bytes, layout))
     pipe.send(None)
     while True:
         order = pipe.recv()
@@ -140,21 +150,28 @@ def _consume(pipe: Connection, kind: Kind, layers: int, blocks: int, block_bytes
 Read = Callable[[str, list[int], Any], Spent]
 
 
-def _raw(tensors: dict[str, torch.Tensor], block_bytes: int, blob: bytes, bases: list[int]) -> Callable[[int], Spent]:
+def _raw(tensors: dict[str, torch.Tensor], width: int, blob: bytes, bases: list[int]) -> Callable[[int], Spent]:
+    """``width``: bytes of a block in all layers."""
     agent = _agent(tensors)
     peer = agent.add_peer(blob)
 
     def read(blocks: int) -> Spent:
-        size = block_bytes * blocks
-        ours = np.array([[one.data_ptr(), size] for one in tensors.values()], np.int64)
+        size = width * blocks // len(bases)
+        ours = np.array([[one.address, size] for one in regions(tensors)], np.int64)
         theirs = np.array([[base, size] for base in bases], np.int64)
         return {"all": timed_read(agent, peer, ours, theirs)}
 
     return read
 
 
-def _connector(kind: Kind, tensors: dict[str, torch.Tensor], layers: int, blocks: int, block_bytes: int) -> Read:
-    d = Halves(kind, "kv_consumer", layers=layers, blocks=blocks, block_bytes=block_bytes, caches=tensors)
+def _halves(role: str, kind: Kind, tensors: dict[str, torch.Tensor], block_bytes: int, layout: Layout) -> Halves:
+    blocks = len(next(iter(tensors.values())))
+    return Halves(
+        kind, role, layers=len(tensors), blocks=blocks, block_bytes=block_bytes, caches=tensors, layout=layout
+    )
+
+
+def _connector(kind: Kind, d: Halves) -> Read:
     watch = _Watch()
     if kind == "ours":
         watch.over("pairing", reader, "reads")

@@ -11,15 +11,23 @@ import numpy as np
 
 from bench import recorded
 from bench.halves import KINDS, Kind
-from bench.measure import Series, Table, number
+from bench.measure import Series, Table, number, tls
 from bench.pools import STATES, ids, mean_run
-from bench.producer import Engines, Spent
+from bench.producer import Engines, Layout, Spent
 
 __all__ = ["run"]
 
 KIB = 1024
-#: bytes of a block of a layer, layers, blocks of the request
-SHAPES = ((4 * KIB, 16, 512), (8 * KIB, 16, 256), (16 * KIB, 16, 256), (64 * KIB, 8, 128), (2048 * KIB, 4, 16))
+#: bytes of a block of a layer, layers, blocks of the request, how caches lie
+SHAPES: tuple[tuple[int, int, int, Layout], ...] = (
+    (4 * KIB, 16, 512, "LBHNC"),
+    (8 * KIB, 16, 256, "LBHNC"),
+    (16 * KIB, 16, 256, "LBHNC"),
+    (64 * KIB, 8, 128, "LBHNC"),
+    (2048 * KIB, 4, 16, "LBHNC"),
+    (4 * KIB, 16, 512, "BLHNC"),
+    (8 * KIB, 16, 256, "BLHNC"),
+)
 #: the pool, in requests of this size; and its blocks at least, where they are small: as many as vLLM's recorded one
 POOL, LEAST = 4, 2048
 SUBJECTS = (*KINDS, "raw")
@@ -27,15 +35,17 @@ PHASES = ("pairing", "reads", "word")
 
 
 def run(rounds: int = 9) -> Iterator[Table]:
-    for block_bytes, layers, count in SHAPES:
+    for block_bytes, layers, count, layout in SHAPES:
         what = f"{block_bytes // KIB} KiB x {layers} layers x {count} blocks"
+        if layout != "LBHNC":
+            what += f", {layout}"
         table = Table(
-            f"Bytes: one request of {what} between two processes over CMA (ratios of time)",
+            f"Bytes: one request of {what} between two processes, UCX_TLS={tls()} (ratios of time)",
             ("pools", "mean run", "ours GB/s", "stock GB/s", "stock/ours", "raw GB/s", "ours/raw", "ours/memcpy"),
         )
         phases = Table(f"Bytes: {what}, where the time went, us", ("pools", "whose", *PHASES, "the rest", "all"))
         pool = max(POOL * count, LEAST if block_bytes <= 16 * KIB else 0)
-        engines = {kind: Engines(kind, layers, pool, block_bytes) for kind in KINDS}
+        engines = {kind: Engines(kind, layers, pool, block_bytes, layout) for kind in KINDS}
         try:
             for name, remote, local in _pools(pool, count):
                 _row(engines, block_bytes * layers, name, remote, local, rounds, table, phases)

@@ -122,7 +122,7 @@ class KvconnFacade(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
-        """A block of a layer must be one piece of memory."""
+        """A block of a layer must be one piece of memory. What VLLM_KV_CACHE_LAYOUT says goes before (docs/vllm.md)."""
         return "LBHNC"
 
     # -- scheduler half --------------------------------------------------------------------------------------------

@@ -202,7 +202,9 @@ def layer_views(kv_caches: Mapping[str, torch.Tensor], view: KVCacheView) -> dic
                 "other than --block-size is not supported"
             )
         elif not cache[0].is_contiguous():
-            problems.append(f"layer {name}: a block is not one piece of memory; only the KV cache layout LBHNC works")
+            problems.append(
+                f"layer {name}: a block of it is not one piece of memory; VLLM_KV_CACHE_LAYOUT must be LBHNC or BLHNC"
+            )
         else:
             views[name] = _layer(name, cache, num_blocks, group, view.groups[group].kind)
     if problems:

@@ -165,6 +165,11 @@ ROWS = (
             *_both(GQA, pool="heads"),
             (other(GQA, pool="blocks", tp=2), other(GQA, pool="heads", tp=4)),
         ),
+        (),
+        tuple(
+            (f"MLA, {of_p} to {of_d}", f"test_shapes::test_pools_that_are_block_first[{of_p}-{of_d}]")
+            for of_p, of_d in (("BLHNC", "BLHNC"), ("BLHNC", "LBHNC"), ("LBHNC", "BLHNC"))
+        ),
     ),
     Row(
         "K and V in one row, in halves of a block, in tensors of their own",

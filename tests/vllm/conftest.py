@@ -67,8 +67,10 @@ class Fleet:
         self.logs, self.models = logs, models
         self.started: list[Engine | Server] = []
 
-    def engine(self, name: str, transfer: dict[str, Any] | None, model: str = "llama", **more: Any) -> Engine:
-        engine = Engine(name, self._log(name), self.models(model), transfer, **more)
+    def engine(
+        self, name: str, transfer: dict[str, Any] | None, model: str = "llama", made: type[Engine] = Engine, **more: Any
+    ) -> Engine:
+        engine = made(name, self._log(name), self.models(model), transfer, **more)
         self.started.append(engine)
         return engine
 

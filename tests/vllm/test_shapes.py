@@ -49,3 +49,29 @@ def test_mla(own_fleet: Fleet, of_p: int, of_d: int) -> None:
         "mla-D", ours("kv_consumer", kv_connector_extra_config=PATIENT), "mla", **sound, block_size=of_d
     )
     hand_over(p, d, 52_000)
+
+
+class Strided(Engine):
+    main = "tests.vllm.strided"
+
+
+@pytest.mark.parametrize(("of_p", "of_d"), [("BLHNC", "BLHNC"), ("BLHNC", "LBHNC"), ("LBHNC", "BLHNC")])
+def test_pools_that_are_block_first(own_fleet: Fleet, of_p: str, of_d: str) -> None:
+    """All layers of a block are neighbours on one side or on both."""
+    sound = {"compilation_config": pcp.ARGUMENTS["compilation_config"]}
+    p, d = (
+        own_fleet.engine(
+            f"{layout}-{role}",
+            ours(role, kv_connector_extra_config=PATIENT),
+            "mla",
+            Strided,
+            **sound,
+            block_size=pcp.BLOCK,
+            env={"VLLM_KV_CACHE_LAYOUT": layout},
+        )
+        for role, layout in (("kv_producer", of_p), ("kv_consumer", of_d))
+    )
+    hand_over(p, d, 54_000)
+    for engine, layout in ((p, of_p), (d, of_d)):
+        apart = engine.ask("value", expression="child._caches()[0].stride(0) / child._caches()[0][0].numel()")
+        assert apart == ("2.0" if layout == "BLHNC" else "1.0"), "blocks are as far apart as the layout says"
