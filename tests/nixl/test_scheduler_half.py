@@ -96,7 +96,7 @@ def word(id: str, n: int, rank: int, direction: Any = "send", state: Any = "done
 def tables(half: Half) -> dict[str, int]:
     return {
         "incoming": len(half._incoming),
-        "loading": len(half._loading),
+        "loading": len(half.loading),
         "lives": len(half.ledger),
         "queued": len(half._sends) + len(half._loads) + len(half._releases),
     }
