@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator as StockAggregator
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from bench.halves import KINDS, NOTHING, Halves, Kind
 from bench.measure import Series, Table, alternate, cpu, number
@@ -283,11 +284,8 @@ def aggregator(rounds: int) -> Table:
 
 
 def _output(sent: set[str]) -> Any:
-    part = SimpleNamespace(
-        finished_sending=sent, finished_recving=set(), failed_recving=set(), invalid_block_ids=set(),
-        kv_connector_stats=None, kv_cache_events=None, kv_connector_worker_meta=None, expected_finished_count=0,
-    )  # fmt: skip
-    return SimpleNamespace(kv_connector_output=part)
+    part = KVConnectorOutput(finished_sending=sent, finished_recving=set(), failed_recving=set())
+    return ModelRunnerOutput(req_ids=[], req_id_to_index={}, kv_connector_output=part)
 
 
 def _empty_steps(one: Any, world: int) -> Any:

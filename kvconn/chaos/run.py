@@ -54,6 +54,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     #: tokens of a prompt, and of an answer, at most
     prompt: int = 200
     answer: int = 12
+    #: of the engines; empty: UCX and near reads take what they find
     ucx_tls: str = "tcp"
 
 
@@ -151,7 +152,7 @@ def configs(settings: Settings) -> list[EngineConfig]:
         block_size=BLOCK,
         max_num_seqs=settings.concurrency,
         model=MODEL,
-        env={"UCX_TLS": settings.ucx_tls},
+        env={"UCX_TLS": settings.ucx_tls} if settings.ucx_tls else {},
         drain=DRAIN,
     )
     ports = free_ports(1 + len(DECODERS))

@@ -166,7 +166,7 @@ def _judge_nixl(have: dict[str, str]) -> list[Finding]:
         found.append(
             warn(
                 f"nixl {version} is newer than what was measured",
-                "The facts kvconn rests on (docs/design.md, F1 to F8) are of nixl 1.5.1.",
+                "The facts kvconn rests on (docs/design.md, F1 to F9) are of nixl 1.5.1.",
                 "run tests/transport here, or pip install 'nixl==1.5.1'",
             )
         )

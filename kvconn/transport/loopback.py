@@ -1,6 +1,6 @@
 """A network inside one process, deterministic and as unkind as the real one. For tests and simulations.
 
-Rules (F1 to F8 are docs/design.md, section 2)
+Rules (F1 to F9 are docs/design.md, section 2)
 1. Nothing moves but in :meth:`LoopbackNet.step`: one part of one read, one notification, or the news that a connection
    was lost. Which one, the schedule says: seeded, or the caller's. All calls come from one thread.
 2. A read is cut into parts that land one at a time, at real addresses of this process. Forgetting a handle or a peer
@@ -12,7 +12,7 @@ Rules (F1 to F8 are docs/design.md, section 2)
 6. Notifications are lost, repeated, late and out of order as the fates say; a dead agent's may still arrive.
 7. Refusals are those of the NIXL transport, so that what it forbids fails here too. A remote place that nobody
    registered fails its part when that is stepped; a local one is refused at once.
-Not modelled: F6 (a peer that UCX aborts), F8 (a copy inside the post); VRAM.
+Not modelled: F6 (a peer that UCX aborts), F8 (a copy inside the post), F9; VRAM.
 """
 
 from __future__ import annotations

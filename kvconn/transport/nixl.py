@@ -1,6 +1,6 @@
 """NIXL behind the transport interface. The only module that imports nixl, and only when the first agent is made.
 
-Rules (F1 to F8 are docs/design.md, section 2; measured on nixl 1.5.1)
+Rules (F1 to F9 are docs/design.md, section 2; measured on nixl 1.5.1)
 1. One lock around every call into the agent, because NIXL is told that it is used from one thread. Callers come before
    the pump (``Gate``): the pump never waits for the lock and never asks for it while a caller wants it.
 2. The pump (``pump``) progresses and queues notifications. It changes no state: handles are judged in

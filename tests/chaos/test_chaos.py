@@ -40,6 +40,12 @@ def test_seconds_of_chaos_lose_nothing() -> None:
     assert sum(row["injected"] for row in report["faults"]) > 0, report["faults"]
 
 
+@pytest.mark.parametrize(("tls", "env"), [("tcp", {"UCX_TLS": "tcp"}), ("", {})])
+def test_engines_are_told_what_ucx_may_use_or_nothing(tls: str, env: dict[str, str]) -> None:
+    """Over tcp every read goes by UCX; with nothing said a peer on this host is read without it."""
+    assert [config.env for config in chaos.configs(Settings(ucx_tls=tls))] == [env] * 3
+
+
 def test_an_engine_is_back_under_its_own_id_whatever_happened_to_others() -> None:
     rng = random.Random(0)
     with Fleet(chaos.configs(Settings())[:2]) as fleet:
