@@ -44,9 +44,11 @@ from kvconn.engine.ports import free_ports
 from kvconn.vllm import translate
 from tests.vllm_hotfix.rig import MODEL
 
-__all__ = ["BLOCK_SIZE", "KINDS", "NOTHING", "Halves", "Kind"]
+__all__ = ["BLOCK_SIZE", "KINDS", "NOTHING", "Halves", "Kind", "Layout"]
 
 Kind = Literal["ours", "stock"]
+#: vLLM's names for how caches lie: layers outermost, or blocks
+Layout = Literal["LBHNC", "BLHNC"]
 KINDS: tuple[Kind, ...] = ("ours", "stock")
 BLOCK_SIZE = 16  # tokens
 CONTEXT = SimpleNamespace(attn_metadata=None, no_compile_layers={}, virtual_engine=0)
@@ -74,7 +76,7 @@ class Halves:
 
     ``caches`` are tensors of another's making, by layer name; without them this process allocates some. ``world`` ranks
     are expected to report; the worker half here is rank 0. ``multi``: below a MultiConnector, beside a native child
-    that holds every finished request for some steps. ``layout``: vLLM's name for how ``caches`` lie.
+    that holds every finished request for some steps. ``layout``: of ``caches``.
     """
 
     block_size = BLOCK_SIZE
@@ -91,7 +93,7 @@ class Halves:
         extra: Transfer | None = None,
         world: int = 1,
         multi: bool = False,
-        layout: str = "LBHNC",
+        layout: Layout = "LBHNC",
     ) -> None:
         self.kind, self.port = kind, free_ports(1)[0]
         self.names = layer_names(layers)
@@ -213,7 +215,7 @@ def _config(
     *,
     model: str | None = None,
     block_size: int = BLOCK_SIZE,
-    layout: str = "LBHNC",
+    layout: Layout = "LBHNC",
 ) -> VllmConfig:
     cache = CacheConfig(block_size=block_size, enable_prefix_caching=True)
     cache.kv_cache_layout = layout

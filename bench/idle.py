@@ -149,6 +149,8 @@ def answer(pipe: Connection) -> Any:
 def _agent(tls: str, progress: Any, listens: bool) -> tuple[NixlTransport, Any]:
     if tls:
         os.environ["UCX_TLS"] = tls
+    if progress == "nixl":
+        os.environ["UCX_TCP_TX_SEG_SIZE"] = "8k"  # UCX's default, and stock's
     if not listens:
         nixl.event_sets = frozenset
     agent = NixlTransport(progress)

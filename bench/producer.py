@@ -1,4 +1,4 @@
-"""P and D of one kind, each in a process of its own, as two engines on one host are: reads go over CMA.
+"""P and D of one kind, each in a process of its own, as two engines on one host are.
 
 Both are stopped (SIGSTOP) while it is not their turn: stock's agents spin, and would take a core each from the others.
 P steps once a millisecond, D as fast as it can; both wait for orders otherwise.
@@ -12,30 +12,28 @@ import multiprocessing
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 
-from bench.halves import BLOCK_SIZE, Halves, Kind, layer_names
+from bench.halves import BLOCK_SIZE, Halves, Kind, Layout, layer_names
 from bench.turns import Processes, timed_read
 from kvconn.nixl import reader
 from kvconn.transport.base import MemoryRegion
 from kvconn.transport.nixl import NixlTransport
 
-__all__ = ["Engines", "Layout", "Spent", "caches", "regions"]
+__all__ = ["Engines", "Spent", "caches", "regions"]
 
 DEADLINE = 120.0
 #: seconds by phase; "all" is from D's first step to its report
 Spent = dict[str, float]
-#: vLLM's name for how caches lie: layers outermost, or blocks
-Layout = Literal["LBHNC", "BLHNC"]
 
 
 class Engines:
     """The driver's end."""
 
-    def __init__(self, kind: Kind, layers: int, blocks: int, block_bytes: int, layout: Layout = "LBHNC") -> None:
+    def __init__(self, kind: Kind, layers: int, blocks: int, block_bytes: int, layout: Layout) -> None:
         self.kind: Kind = kind
         self._started = 0
         context = multiprocessing.get_context("spawn")

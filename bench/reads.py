@@ -10,10 +10,10 @@ from typing import cast
 import numpy as np
 
 from bench import recorded
-from bench.halves import KINDS, Kind
+from bench.halves import KINDS, Kind, Layout
 from bench.measure import Series, Table, number, tls
 from bench.pools import STATES, ids, mean_run
-from bench.producer import Engines, Layout, Spent
+from bench.producer import Engines, Spent
 
 __all__ = ["run"]
 

@@ -54,7 +54,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     #: tokens of a prompt, and of an answer, at most
     prompt: int = 200
     answer: int = 12
-    #: of the engines; empty: UCX and near reads take what they find
+    #: of the engines; empty: as it is in our own environment
     ucx_tls: str = "tcp"
 
 

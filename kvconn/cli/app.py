@@ -278,7 +278,7 @@ def chaos(
     minutes: Annotated[float, typer.Option(help="How long faults go on; the end takes some seconds more.")] = 3.0,
     seed: Annotated[int, typer.Option(help="Which faults and requests, in which order.")] = 0,
     concurrency: Annotated[int, typer.Option(min=1, max=40, help="Requests in flight.")] = 12,
-    ucx_tls: Annotated[str, typer.Option(help="UCX_TLS of the engines; '' leaves it unset.")] = "tcp",
+    ucx_tls: Annotated[str, typer.Option(help="UCX_TLS of the engines; '' leaves it as it is.")] = "tcp",
     as_json: Json = False,
 ) -> None:
     """Faults against live engines under load: kills, stops, aborts, dead peers. Is anything lost, wrong or leaked?"""

@@ -17,6 +17,7 @@ from typing import Final
 import msgspec
 
 from kvconn.doctor.findings import Finding, fail, ok, warn
+from kvconn.transport.ucx import SEGMENT, receives_too_little
 
 __all__ = ["Pick", "UcxFacts", "allows", "gather", "judge", "picks"]
 
@@ -37,12 +38,14 @@ KNOWN: Final = _SM | _IB | _CUDA | _ROCM | {"tcp", "self", "ugni", "gaudi_gdr", 
 
 
 class UcxFacts(msgspec.Struct, frozen=True):
-    """``tls`` and ``devices`` as set, None when not; ``interfaces``: names under /sys; ``rdma``: as ``mlx5_0:1``."""
+    """``tls``, ``devices`` and ``received``, a tcp segment's size, as set, None when not; ``interfaces``: names under
+    /sys; ``rdma``: as ``mlx5_0:1``."""
 
     tls: str | None
     devices: str | None
     interfaces: tuple[str, ...]
     rdma: tuple[str, ...]
+    received: str | None = None
 
 
 class Pick(msgspec.Struct, frozen=True):
@@ -69,6 +72,7 @@ def gather(sys_class: Path = Path("/sys/class")) -> UcxFacts:
                 for port in _inside(device / "ports")
             )
         ),
+        received=os.environ.get("UCX_TCP_RX_SEG_SIZE"),
     )
 
 
@@ -99,7 +103,12 @@ def _split(tls: str) -> tuple[bool, list[str]]:
 
 
 def judge(facts: UcxFacts, *, gpu: bool, cma: bool, remote: bool) -> list[Finding]:
-    return [*_judge_tls(facts, gpu=gpu, cma=cma), *_judge_devices(facts), *_judge_rdma(facts, remote)]
+    return [
+        *_judge_tls(facts, gpu=gpu, cma=cma),
+        *_judge_segments(facts),
+        *_judge_devices(facts),
+        *_judge_rdma(facts, remote),
+    ]
 
 
 def _judge_tls(facts: UcxFacts, *, gpu: bool, cma: bool) -> list[Finding]:
@@ -150,6 +159,18 @@ def _judge_tls(facts: UcxFacts, *, gpu: bool, cma: bool) -> list[Finding]:
             )
         )
     return found or [ok(f"UCX_TLS={tls}")]
+
+
+def _judge_segments(facts: UcxFacts) -> list[Finding]:
+    if receives_too_little(facts.received) is None:
+        return []
+    return [
+        warn(
+            f"UCX_TCP_RX_SEG_SIZE={facts.received} is less than a producer of ours sends at once ({SEGMENT} bytes)",
+            "UCX does not check what comes: a reader with it is ended by the first large answer over tcp.",
+            "unset it, or set UCX_TCP_TX_SEG_SIZE to it on every producer",
+        )
+    ]
 
 
 def _judge_devices(facts: UcxFacts) -> list[Finding]:

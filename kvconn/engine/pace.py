@@ -13,7 +13,7 @@ __all__ = ["LONGEST", "SHORTEST", "Pace"]
 
 #: as vLLM's core waits
 SHORTEST: Final = 1e-3
-LONGEST: Final = 50e-3
+LONGEST: Final = 100e-3
 SHARE: Final = 1 / 50
 
 

@@ -114,8 +114,11 @@ def _attention(lane: Lane, mine: Ints, theirs: Ints, field: str, hit: int, token
     within = np.arange(len(mine) * per_block, dtype=np.int64)  # units from the first block to fill on
     index = (within + hit * per_block) * lane.unit  # of a unit's first token among this rank's
     first = _prompt(lane.ours, index)
-    other = index if lane.ours.share == lane.theirs.share else _index(lane.theirs, first)
-    wanted = (np.repeat(mine, per_block) >= 0) & (first < tokens) & (other >= 0)
+    wanted = (np.repeat(mine, per_block) >= 0) & (first < tokens)
+    other = index
+    if lane.ours.share != lane.theirs.share:
+        other = _index(lane.theirs, first)
+        wanted &= other >= 0
     each = lane.theirs.logical // lane.unit
     skipped, copies = 0, 0
     if lane.window is not None:
@@ -154,6 +157,8 @@ def _index(slots: Slots, position: Ints) -> Ints:
 
 def _units(blocks: Ints, unit: Ints, per_block: int) -> Ints:
     """Indices in the pool of units that are numbered through a list of logical blocks."""
+    if per_block == 1:
+        return blocks[unit]
     number, within = np.divmod(unit, per_block)
     return blocks[number] * per_block + within
 
@@ -172,12 +177,15 @@ def to_runs(at: Ints, there: Ints, breaks: tuple[int, int] = (0, 0)) -> Ints:
     if not len(at):
         return np.empty((0, 3), np.int64)
     begins = np.ones(len(at), np.bool_)
-    begins[1:] = (np.diff(at) != 1) | (np.diff(there) != 1)
+    begins[1:] = (at[1:] != at[:-1] + 1) | (there[1:] != there[:-1] + 1)
     for units, every in zip((at, there), breaks, strict=True):
         if every:
             begins |= units % every == 0
-    starts = np.flatnonzero(begins)
-    return np.stack([at[starts], there[starts], np.diff(starts, append=len(at))], axis=1)
+    starts = begins.nonzero()[0]
+    runs = np.empty((len(starts), 3), np.int64)
+    runs[:, 0], runs[:, 1] = at[starts], there[starts]
+    runs[:-1, 2], runs[-1, 2] = starts[1:] - starts[:-1], len(at) - starts[-1]
+    return runs
 
 
 def ranges(lane: Lane, at: Ints, other: Ints) -> tuple[Descs, Descs]:
@@ -189,11 +197,18 @@ def ranges(lane: Lane, at: Ints, other: Ints) -> tuple[Descs, Descs]:
     )
     runs = to_runs(at, other, whole)
     bases = np.array(lane.bases, np.int64)
-    here = runs[:, 0] // mine * lane.local_stride + runs[:, 0] % mine * lane.local_step
-    there = runs[:, 1] // theirs * lane.remote_stride + runs[:, 1] % theirs * lane.remote_step
+    here = _offsets(runs[:, 0], mine, lane.local_stride, lane.local_step)
+    there = _offsets(runs[:, 1], theirs, lane.remote_stride, lane.remote_step)
     lengths = runs[:, 2] * lane.length
     turned = len(bases) > 1 and bases[-1, 0] - bases[0, 0] < lane.local_stride  # pieces of one block: block by block
     return _rows(bases[:, 0], here, lengths, turned), _rows(bases[:, 1], there, lengths, turned)
+
+
+def _offsets(units: Ints, per_block: int, stride: int, step: int) -> Ints:
+    """Where these units begin, in bytes from block 0."""
+    if per_block == 1:
+        return units * stride
+    return units // per_block * stride + units % per_block * step
 
 
 def _rows(bases: Ints, offsets: Ints, lengths: Ints, turned: bool) -> Descs:

@@ -40,8 +40,8 @@ def joined(remote: Descs, local: Descs, remote_device: int, local_device: int) -
     lengths = local[:, 1]
     if len(local) > 1:
         starts = np.ones(len(local), np.bool_)
-        starts[1:] = (np.diff(local[:, 0]) != lengths[:-1]) | (np.diff(remote[:, 0]) != lengths[:-1])
-        first = np.flatnonzero(starts)
+        starts[1:] = (local[1:, 0] != local[:-1, 0] + lengths[:-1]) | (remote[1:, 0] != remote[:-1, 0] + lengths[:-1])
+        first = starts.nonzero()[0]
         local, remote, lengths = local[first], remote[first], np.add.reduceat(lengths, first)
     return _rows(remote, lengths, remote_device), _rows(local, lengths, local_device)
 

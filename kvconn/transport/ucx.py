@@ -5,7 +5,8 @@ Rules
    process that imported nixl before us keeps what it had.
 2. What the user set stands.
 3. UCX sends tcp segments from buffers of TX_SEG_SIZE, 8 KiB by default, and receives them into buffers of RX_SEG_SIZE,
-   64 KiB by default: so much may be sent at once to everybody who has not made that smaller (docs/performance.md).
+   64 KiB by default, without a look at what comes: so much may be sent at once to everybody who has not made that
+   smaller, and whoever has is ended by it (docs/design.md, F9).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -20,11 +22,15 @@ from typing import Final
 
 from kvconn.config import LIMITS
 
-__all__ = ["cma_usable", "prepare_ucx_env"]
+__all__ = ["SEGMENT", "cma_usable", "prepare_ucx_env", "receives_too_little"]
 
 log = logging.getLogger(__name__)
 
-_TCP_SEGMENTS: Final = ("UCX_TCP_TX_SEG_SIZE", "UCX_TCP_RX_SEG_SIZE")
+#: bytes of a tcp segment that ours sends, as many as UCX receives by default
+SEGMENT: Final = 64 << 10
+_SENT: Final = "UCX_TCP_TX_SEG_SIZE"
+_RECEIVED: Final = "UCX_TCP_RX_SEG_SIZE"
+_UNITS: Final = {"": 1, "b": 1, "k": 1 << 10, "kb": 1 << 10, "m": 1 << 20, "mb": 1 << 20, "g": 1 << 30, "gb": 1 << 30}
 #: run twice, as two processes that are no relatives of each other but siblings, like P and D on one host. The target
 #: allows itself to be read, as UCX's own processes do under a Yama policy.
 _CMA_PROBE: Final = """
@@ -77,14 +83,28 @@ def cma_usable() -> bool:
         return False
 
 
+def receives_too_little(set_to: str | None) -> str | None:
+    """Why this UCX_TCP_RX_SEG_SIZE is smaller than what our producers send, None where it is not or says nothing."""
+    number = re.fullmatch(r"(\d+)([kmg]?b?)", (set_to or "").strip().lower())
+    if number is None or int(number[1]) * _UNITS[number[2]] >= SEGMENT:
+        return None
+    return (
+        f"{_RECEIVED}={set_to} is less than the {SEGMENT} bytes that a producer of ours sends at once over tcp. UCX "
+        f"does not check: the first large answer ends this process. Unset it, or set {_SENT} to it on every producer"
+    )
+
+
 def prepare_ucx_env() -> None:
     """Settle the environment before UCX reads it: no CMA where the kernel refuses it, errors only, none on stdout; tcp
     segments as large as a peer takes them, unless the user chose a size."""
     os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
     os.environ.setdefault("UCX_LOG_LEVEL", "error")
     os.environ.setdefault("UCX_LOG_FILE", "stderr")  # its default, stdout, is the output of whoever loads us
-    if not any(name in os.environ for name in _TCP_SEGMENTS):
-        os.environ[_TCP_SEGMENTS[0]] = "64k"
+    if _SENT not in os.environ and _RECEIVED not in os.environ:
+        os.environ[_SENT] = str(SEGMENT)
+    why = receives_too_little(os.environ.get(_RECEIVED))
+    if why is not None:
+        log.warning("%s", why)
     if "UCX_TLS" not in os.environ and not cma_usable():
         log.warning("reading another process's memory is not permitted here; UCX_TLS=^cma keeps UCX from aborting")
         os.environ["UCX_TLS"] = "^cma"

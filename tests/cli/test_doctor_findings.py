@@ -129,6 +129,7 @@ class TestUcx:
         "changes",
         [
             {}, {"tls": "sm,self,tcp"}, {"tls": "all", "gpu": True}, {"devices": "lo,eth0"}, {"devices": "all"},
+            {"received": "64k"}, {"received": "1mb"},
             {"tls": "rc,cuda,sm", "rdma": ("mlx5_0:1",), "gpu": True, "devices": "mlx5_0:1", "remote": True},
         ],
     )  # fmt: skip
@@ -143,6 +144,7 @@ class TestUcx:
             ({"tls": "ib,cma"}, "fail", "leaves no transport to connect with"),
             ({"tls": "cma,tpc,tcp"}, "warn", "names 'tpc'"),
             ({"tls": "tcp"}, "warn", "leaves out CMA"),
+            ({"received": "16k"}, "warn", "UCX_TCP_RX_SEG_SIZE=16k is less than"),
             ({"tls": "tcp,sm", "rdma": ("mlx5_0:1",)}, "warn", "leaves out RDMA"),
             ({"tls": "tcp,sm", "gpu": True}, "fail", "leaves out CUDA"),
             ({"devices": "mlx5_0:1"}, "fail", "none of them exists; there are eth0, lo"),

@@ -101,14 +101,16 @@ def test_bytes_are_exact(shared: Pair) -> None:
 
 
 @pytest.mark.parametrize("stock", ["reader", "producer"])
-def test_a_peer_with_segments_of_ucx_s_own_size_is_read_and_reads(stock: str) -> None:
+def test_a_peer_with_segments_of_ucx_s_own_size_is_read_and_reads(stock: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ours are larger than UCX's default; who has that one, as a stock engine has, must take them."""
+    for name in ("UCX_TCP_TX_SEG_SIZE", "UCX_TCP_RX_SEG_SIZE"):
+        monkeypatch.delenv(name, raising=False)
     default = {**TCP, "UCX_TCP_TX_SEG_SIZE": "8k"}
     d_env, p_env = (default, TCP) if stock == "reader" else (TCP, default)
     with ExitStack() as stack:
         pair = make_pair(stack, d_env, p_env, batch=False)
         for child, env in ((pair.d, d_env), (pair.p, p_env)):
-            assert child("environment", "UCX_TCP_TX_SEG_SIZE") == env.get("UCX_TCP_TX_SEG_SIZE", "64k")
+            assert child("environment", "UCX_TCP_TX_SEG_SIZE") == env.get("UCX_TCP_TX_SEG_SIZE", str(ucx.SEGMENT))
             assert child("environment", "UCX_TCP_RX_SEG_SIZE") is None
         pair.p("scramble", 7)
         handle = pair.post((0, 8 * MIB), (8 * MIB + 1, 70_001), (9 * MIB, 7), (10 * MIB, 65_536))
@@ -426,6 +428,23 @@ def test_whoever_chose_a_size_of_tcp_segments_keeps_it(theirs: str, monkeypatch:
     monkeypatch.setattr(os, "environ", {theirs: "16k"})
     ucx.prepare_ucx_env()
     assert {name: value for name, value in os.environ.items() if "SEG_SIZE" in name} == {theirs: "16k"}
+
+
+@pytest.mark.parametrize(
+    ("received", "too_little"),
+    [
+        (None, False), ("64k", False), ("65536", False), ("64KB", False), ("1m", False), ("inf", False),
+        ("auto", False), ("", False), ("16k", True), ("65535", True), ("8kb", True), ("65535b", True),
+    ],
+)  # fmt: skip
+def test_a_reader_that_takes_less_than_ours_send_is_told(
+    received: str | None, too_little: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """UCX writes past its buffer then, and the process ends: it has to be said before."""
+    monkeypatch.setattr(ucx, "cma_usable", lambda: True)
+    monkeypatch.setattr(os, "environ", {} if received is None else {"UCX_TCP_RX_SEG_SIZE": received})
+    ucx.prepare_ucx_env()
+    assert ("UCX_TCP_RX_SEG_SIZE" in caplog.text) is too_little
 
 
 def test_what_the_user_set_stands(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,3 +75,7 @@ def test_pools_that_are_block_first(own_fleet: Fleet, of_p: str, of_d: str) -> N
     for engine, layout in ((p, of_p), (d, of_d)):
         apart = engine.ask("value", expression="child._caches()[0].stride(0) / child._caches()[0][0].numel()")
         assert apart == ("2.0" if layout == "BLHNC" else "1.0"), "blocks are as far apart as the layout says"
+    told = d.metrics()
+    parts, nbytes = told["vllm:nixl_num_descriptors_sum"], told["vllm:nixl_bytes_transferred_sum"]
+    block = float(d.ask("value", expression="sum(cache[0].nbytes for cache in child._caches())"))
+    assert (nbytes / parts >= block) is (of_p == of_d == "BLHNC"), "a block of both layers is one part, or it is two"
