@@ -185,7 +185,7 @@ def test_offloading_of_windows_is_refused_by_name() -> None:
 
 def test_tensors_that_cannot_be_read_block_by_block_are_refused() -> None:
     halves, split = torch.zeros(16, 2, 8, 64), torch.zeros(2, 8, 16, 128).permute(1, 0, 2, 3)
-    with pytest.raises(ConfigError, match=r"layer a: expected 8 blocks.*layer b: a block is not one piece"):
+    with pytest.raises(ConfigError, match=r"layer a: expected 8 blocks.*layer b: a block of it is not one piece"):
         translate.layer_views({"a": halves, "b": split}, KVCacheView(8, 16, (GroupView("full", ("a", "b")),)))
     view = KVCacheView(8, 16, (GroupView("full", ("c", "absent")),))
     (layer,) = translate.layer_views({"c": torch.zeros(8, 2, 16, 128), "skip": halves}, view).values()
