@@ -76,7 +76,7 @@ def environment(port: int, more: Mapping[str, str]) -> dict[str, str]:
         "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
         "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port),
         "VLLM_CPU_KVCACHE_SPACE": "",
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": f"{HERE / 'site'}:{ROOT}",
     }
     env.pop("VLLM_CPU_KVCACHE_SPACE")
     env.update(more)

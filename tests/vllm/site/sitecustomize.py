@@ -1,0 +1,11 @@
+"""In every process of these tests' engines: who waits for another process sleeps a little, and does not yield.
+
+vLLM's processes of a TP engine spin on ``sched_yield`` while they wait for one another, all the time while a request is
+held. With two such engines on two cores whatever else is to run (the side channel's threads, gloo's) hardly gets a
+turn: a handshake was not through after a minute. What is tested here is not how vLLM waits.
+"""
+
+import os
+import time
+
+os.sched_yield = lambda: time.sleep(1e-4)
