@@ -162,7 +162,7 @@ def _judge_tls(facts: UcxFacts, *, gpu: bool, cma: bool) -> list[Finding]:
 
 
 def _judge_segments(facts: UcxFacts) -> list[Finding]:
-    if receives_too_little(facts.received) is None:
+    if not receives_too_little(facts.received):
         return []
     return [
         warn(

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 SEGMENT: Final = 64 << 10
 _SENT: Final = "UCX_TCP_TX_SEG_SIZE"
 _RECEIVED: Final = "UCX_TCP_RX_SEG_SIZE"
-_UNITS: Final = {"": 1, "b": 1, "k": 1 << 10, "kb": 1 << 10, "m": 1 << 20, "mb": 1 << 20, "g": 1 << 30, "gb": 1 << 30}
+_UNITS: Final = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 #: run twice, as two processes that are no relatives of each other but siblings, like P and D on one host. The target
 #: allows itself to be read, as UCX's own processes do under a Yama policy.
 _CMA_PROBE: Final = """
@@ -83,15 +83,10 @@ def cma_usable() -> bool:
         return False
 
 
-def receives_too_little(set_to: str | None) -> str | None:
-    """Why this UCX_TCP_RX_SEG_SIZE is smaller than what our producers send, None where it is not or says nothing."""
-    number = re.fullmatch(r"(\d+)([kmg]?b?)", (set_to or "").strip().lower())
-    if number is None or int(number[1]) * _UNITS[number[2]] >= SEGMENT:
-        return None
-    return (
-        f"{_RECEIVED}={set_to} is less than the {SEGMENT} bytes that a producer of ours sends at once over tcp. UCX "
-        f"does not check: the first large answer ends this process. Unset it, or set {_SENT} to it on every producer"
-    )
+def receives_too_little(size: str | None) -> bool:
+    """Whether this UCX_TCP_RX_SEG_SIZE is less than what our producers send at once (rule 3)."""
+    number = re.fullmatch(r"(\d+)([kmg]?)b?", (size or "").strip().lower())
+    return number is not None and int(number[1]) * _UNITS[number[2]] < SEGMENT
 
 
 def prepare_ucx_env() -> None:
@@ -102,9 +97,13 @@ def prepare_ucx_env() -> None:
     os.environ.setdefault("UCX_LOG_FILE", "stderr")  # its default, stdout, is the output of whoever loads us
     if _SENT not in os.environ and _RECEIVED not in os.environ:
         os.environ[_SENT] = str(SEGMENT)
-    why = receives_too_little(os.environ.get(_RECEIVED))
-    if why is not None:
-        log.warning("%s", why)
+    received = os.environ.get(_RECEIVED)
+    if receives_too_little(received):
+        log.warning(
+            "%s=%s is less than the %d bytes that a producer of ours sends at once over tcp. UCX does not check: the "
+            "first large answer ends this process. Unset it, or set %s to it on every producer",
+            _RECEIVED, received, SEGMENT, _SENT,
+        )  # fmt: skip
     if "UCX_TLS" not in os.environ and not cma_usable():
         log.warning("reading another process's memory is not permitted here; UCX_TLS=^cma keeps UCX from aborting")
         os.environ["UCX_TLS"] = "^cma"

@@ -113,9 +113,9 @@ def test_a_peer_with_segments_of_ucx_s_own_size_is_read_and_reads(stock: str, mo
             assert child("environment", "UCX_TCP_TX_SEG_SIZE") == env.get("UCX_TCP_TX_SEG_SIZE", str(ucx.SEGMENT))
             assert child("environment", "UCX_TCP_RX_SEG_SIZE") is None
         pair.p("scramble", 7)
-        handle = pair.post((0, 8 * MIB), (8 * MIB + 1, 70_001), (9 * MIB, 7), (10 * MIB, 65_536))
-        assert pair.d("ended", handle) == "DONE"
-        for offset, length in ((0, 8 * MIB), (8 * MIB + 1, 70_001), (9 * MIB, 7), (10 * MIB, 65_536)):
+        parts = ((0, 8 * MIB), (8 * MIB + 1, 70_001), (9 * MIB, 7), (10 * MIB, 65_536))
+        assert pair.d("ended", pair.post(*parts)) == "DONE"
+        for offset, length in parts:
             assert pair.d("read", offset, length) == pair.p("read", offset, length)
 
 

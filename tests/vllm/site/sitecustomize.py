@@ -1,8 +1,8 @@
 """In every process of these tests' engines: who waits for another process sleeps a little, and does not yield.
 
 vLLM's processes of a TP engine spin on ``sched_yield`` while they wait for one another, all the time while a request is
-held. With two such engines on two cores whatever else is to run (the side channel's threads, gloo's) hardly gets a
-turn: a handshake was not through after a minute. What is tested here is not how vLLM waits.
+held. With two such engines on two cores, beside stock's spinning agents, a handshake was once not through after a
+minute, probably for want of a turn. What is tested here is not how vLLM waits.
 """
 
 import os
