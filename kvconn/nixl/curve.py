@@ -24,10 +24,11 @@ from zmq.utils.monitor import parse_monitor_message
 from kvconn.nixl.gate import BUSY
 from kvconn.trust import FleetKey
 
-__all__ = ["CONNECTIONS", "FAILURES", "Curve", "Noted", "Refusal", "Turns", "noted", "refusal"]
+__all__ = ["CONNECTIONS", "FAILURES", "THROUGH", "Curve", "Noted", "Refusal", "Turns", "noted", "refusal"]
 
-#: what monitors are asked for: who did not get through; who is there
+#: what monitors are asked for: who did not get through; who did; who is there
 FAILURES = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+THROUGH = zmq.EVENT_HANDSHAKE_SUCCEEDED
 CONNECTIONS = zmq.EVENT_ACCEPTED | zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
 
 
@@ -106,23 +107,25 @@ class Refusal:
 
 
 class Noted(msgspec.Struct, frozen=True):
-    """What a monitor says: descriptors of connections that came and went, or, of a server's, that one ended in its
-    handshake, and not because the gate said so."""
+    """What a monitor says: descriptors of connections that came and went, that one got through its handshake, or, of a
+    server's, that one ended in it, and not because the gate said so. ``where``: the endpoint."""
 
+    where: bytes = b""
     came: int | None = None
     went: int | None = None
+    through: bool = False
     unasked: bool = False
 
 
 def noted(message: list[bytes]) -> Noted:
     """Of a monitor of a server, or of a client."""
     told = parse_monitor_message(message)
-    event, fd = told["event"], int(told["value"])
+    event, fd, where = told["event"], int(told["value"]), told["endpoint"]
     if event in (zmq.EVENT_ACCEPTED, zmq.EVENT_CONNECTED):
-        return Noted(came=fd)
+        return Noted(where, came=fd)
     if event & (zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED):
-        return Noted(went=fd)
-    return Noted(unasked=bool(event & FAILURES & ~zmq.EVENT_HANDSHAKE_FAILED_AUTH))
+        return Noted(where, went=fd)
+    return Noted(where, through=event == THROUGH, unasked=bool(event & FAILURES & ~zmq.EVENT_HANDSHAKE_FAILED_AUTH))
 
 
 def refusal(message: list[bytes], keyed: bool) -> Refusal | None:

@@ -4,7 +4,8 @@ Rules
 1. The client asks all peers at once from one thread; a peer that does not answer costs its own deadline only, and so
    does a name that nobody resolves (C7). It connects to addresses only, and only to those in ``kvconn.allow``.
 2. A name's addresses are tried together, the first few of them, on one socket and within one deadline. The request goes
-   to the first that gets through its handshake; if that one hangs up unheard, to the next that does.
+   to the first that gets through its handshake; if that one hangs up unheard, to whoever else is there, and to whoever
+   comes after (:class:`Hearers`).
 3. Results cross to the step thread in a queue; sockets never leave their thread.
 4. With a fleet key it speaks CURVE and nothing else: there is no way down. Of several keys the next is tried where one
    does not fit, in turns until the deadline: a fleet that changes its key is of two minds for a while.
@@ -26,14 +27,14 @@ import zmq
 
 from kvconn.config import LIMITS
 from kvconn.nixl.connections import ROOM, seen
-from kvconn.nixl.curve import CONNECTIONS, FAILURES, Curve, Turns, noted, refusal
+from kvconn.nixl.curve import CONNECTIONS, FAILURES, THROUGH, Curve, Turns, noted, refusal
 from kvconn.nixl.names import LookUp, Names, endpoint, look_up, plain_name
 from kvconn.nixl.wire import MAX_FRAME, encode_request, parse_timestamp
 from kvconn.params import PeerKey
 from kvconn.transport import blame
 from kvconn.trust import Trust, numeric
 
-__all__ = ["HandshakeClient", "HandshakeResult"]
+__all__ = ["HandshakeClient", "HandshakeResult", "Hearers"]
 
 #: peers asked at once; each is three sockets (its monitor is two), and requests name as many peers as they like
 MAX_PENDING = 128
@@ -79,6 +80,38 @@ class _Ask:
     final: set[bytes] = field(default_factory=set)
 
 
+class Hearers:
+    """Who is there to hear one request, as its socket's monitor tells it; when to send it again, and how often. Pure.
+
+    ZMQ says that a connection went before its socket knows: what is sent in between goes to nobody, and nothing says
+    so. Therefore a hang-up is answered twice, at once for the sake of others that are there, and once more when
+    somebody gets through after it. A socket sends to its connections in turn: as many times as there are connections,
+    the one that went included, leaves out none.
+    """
+
+    def __init__(self) -> None:
+        self._there: set[bytes] = set()
+        self._hung_up = False
+
+    @property
+    def times(self) -> int:
+        """To send it, for somebody to hear it."""
+        return len(self._there) + 1 if self._hung_up else 1
+
+    def through(self, where: bytes) -> bool:
+        """A connection to that endpoint got through its handshake; True: send it again."""
+        self._there.add(where)
+        return self._hung_up
+
+    def went(self, where: bytes) -> bool:
+        """One ended. True: it may have been the one that was asked; send it again."""
+        if where not in self._there:
+            return False
+        self._there.discard(where)
+        self._hung_up = True
+        return True
+
+
 class _Line:
     """One peer being asked: a socket, and a monitor that says why it cannot be."""
 
@@ -86,6 +119,7 @@ class _Line:
         self.ask = ask
         #: descriptors of its connections
         self.open: set[int] = set()
+        self.hearers = Hearers()
         #: by endpoint: whose turn it is there
         self._turns: dict[str, Turns] = {}
         self.socket = context.socket(zmq.DEALER)
@@ -94,7 +128,7 @@ class _Line:
             self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)
             self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MS)
             self.socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing is queued for an address that may never be there
-            self.monitor = self.socket.get_monitor_socket(FAILURES | CONNECTIONS)
+            self.monitor = self.socket.get_monitor_socket(FAILURES | THROUGH | CONNECTIONS)
         except zmq.ZMQError:
             self.socket.close()
             raise
@@ -142,7 +176,8 @@ class _Line:
     def send(self) -> bool:
         """To whoever is there by now; False: nobody."""
         try:
-            self.socket.send_multipart([b"", encode_request(self.ask.pp, self.ask.tp)], zmq.NOBLOCK)
+            for _ in range(self.hearers.times):
+                self.socket.send_multipart([b"", encode_request(self.ask.pp, self.ask.tp)], zmq.NOBLOCK)
         except zmq.ZMQError:  # gone again; the monitor says why
             return False
         return True
@@ -366,8 +401,10 @@ class HandshakeClient:
         told = noted(message)
         if told.came is not None:
             line.open.add(told.came)
-        elif told.went in line.open:  # perhaps it was asked; whoever is there next is asked again
+        elif told.went is not None:
             line.open.discard(told.went)
+        hearers = line.hearers
+        if (told.through and hearers.through(told.where)) or (told.went is not None and hearers.went(told.where)):
             poller.modify(line.socket, zmq.POLLIN | zmq.POLLOUT)
         found = refusal(message, bool(self._curves))
         if found is None:
