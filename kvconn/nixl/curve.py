@@ -5,14 +5,13 @@ Rules
    make both, nobody else can make either: a reader speaks only to a server that has the first, and a server's gate lets
    in only who has the second. Each session has fresh keys besides (CURVE), so that a secret lost later opens no traffic
    that was recorded before.
-2. Where a connection does not get through its handshake the next of several keys is tried, after the last the first
-   again: it may not have been the key, but a server that was about to go.
+2. Where a connection ends unanswered the next of several keys is tried, after the last the first again: it may not
+   have been the key, but a server that was about to go.
 3. A refusal that trying again cannot mend ends a handshake at once, in words; others are remembered for the deadline.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -24,11 +23,10 @@ from zmq.utils.monitor import parse_monitor_message
 from kvconn.nixl.gate import BUSY
 from kvconn.trust import FleetKey
 
-__all__ = ["CONNECTIONS", "FAILURES", "THROUGH", "Curve", "Noted", "Refusal", "Turns", "noted", "refusal"]
+__all__ = ["CONNECTIONS", "FAILURES", "Curve", "Noted", "Refusal", "Turns", "noted", "refusal"]
 
-#: what monitors are asked for: who did not get through; who did; who is there
+#: what monitors are asked for: who did not get through; who is there
 FAILURES = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-THROUGH = zmq.EVENT_HANDSHAKE_SUCCEEDED
 CONNECTIONS = zmq.EVENT_ACCEPTED | zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
 
 
@@ -58,35 +56,36 @@ class Curve:
 
 
 class Turns:
-    """Which of several keys is tried at one endpoint, and when. Pure; time is an argument, in seconds.
+    """Which of so many keys is tried at one endpoint, and when. Pure; time is an argument, in seconds.
 
     Between two tries is a rest, and what a connection says then is said of the one that is no more. The rest is a short
-    one up to the last key, and grows from there.
+    one up to the last key, and grows from there. One key, or none, is tried again and again by the same rule: after
+    what libzmq takes for a breach of protocol it does not connect again by itself.
     """
 
     SHORT: Final = 0.01
     FIRST: Final = 0.1
     LONGEST: Final = 1.0
 
-    def __init__(self, curves: Sequence[Curve]) -> None:
-        self._curves = curves
+    def __init__(self, keys: int) -> None:
+        self._keys = max(1, keys)
         self._begun = 0
         self._again = 0.0
         self.resting = True
 
-    def begins(self, now: float) -> Curve | None:
-        """The key to connect with now; None: not yet, or it is being tried."""
+    def begins(self, now: float) -> int | None:
+        """Which key to connect with now; None: not yet, or it is being tried."""
         if not self.resting or now < self._again:
             return None
         self.resting = False
         self._begun += 1
-        return self._curves[(self._begun - 1) % len(self._curves)]
+        return (self._begun - 1) % self._keys
 
     def failed(self, now: float) -> bool:
-        """True: that was the try of now, its connection is to be given up. One key alone is ZMQ's to try again."""
-        if self.resting or len(self._curves) < 2:
+        """True: that was the try of now, its connection is to be given up."""
+        if self.resting:
             return False
-        rounds, left = divmod(self._begun, len(self._curves))
+        rounds, left = divmod(self._begun, self._keys)
         self._again = now + (self.SHORT if left else min(self.LONGEST, self.FIRST * 2 ** min(rounds - 1, 8)))
         self.resting = True
         return True
@@ -107,13 +106,12 @@ class Refusal:
 
 
 class Noted(msgspec.Struct, frozen=True):
-    """What a monitor says: descriptors of connections that came and went, that one got through its handshake, or, of a
-    server's, that one ended in it, and not because the gate said so. ``where``: the endpoint."""
+    """What a monitor says: descriptors of connections that came and went, or, of a server's, that one ended in its
+    handshake, and not because the gate said so. ``where``: the endpoint."""
 
     where: bytes = b""
     came: int | None = None
     went: int | None = None
-    through: bool = False
     unasked: bool = False
 
 
@@ -125,7 +123,7 @@ def noted(message: list[bytes]) -> Noted:
         return Noted(where, came=fd)
     if event & (zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED):
         return Noted(where, went=fd)
-    return Noted(where, through=event == THROUGH, unasked=bool(event & FAILURES & ~zmq.EVENT_HANDSHAKE_FAILED_AUTH))
+    return Noted(where, unasked=bool(event & FAILURES & ~zmq.EVENT_HANDSHAKE_FAILED_AUTH))
 
 
 def refusal(message: list[bytes], keyed: bool) -> Refusal | None:

@@ -4,12 +4,13 @@ Rules
 1. The client asks all peers at once from one thread; a peer that does not answer costs its own deadline only, and so
    does a name that nobody resolves (C7). It connects to addresses only, and only to those in ``kvconn.allow``.
 2. A name's addresses are tried together, the first few of them, on one socket and within one deadline. The request goes
-   to the first that gets through its handshake; if that one hangs up unheard, to whoever else is there, and to whoever
-   comes after (:class:`Hearers`).
+   to the first that gets through its handshake, and again, to them in turn, after one hung up, and every second: what
+   is sent to a connection that ends goes to nobody, and nothing says so. Asking twice does no harm.
 3. Results cross to the step thread in a queue; sockets never leave their thread.
 4. With a fleet key it speaks CURVE and nothing else: there is no way down. Of several keys the next is tried where one
    does not fit, in turns until the deadline: a fleet that changes its key is of two minds for a while.
-5. Deadlines are of time in which this thread could run: that our process stood still is no peer's fault.
+5. A connection that ends is given up, and made anew after a rest: libzmq would not always do so (:class:`Turns`).
+6. Deadlines are of time in which this thread could run: that our process stood still is no peer's fault.
 """
 
 from __future__ import annotations
@@ -27,24 +28,28 @@ import zmq
 
 from kvconn.config import LIMITS
 from kvconn.nixl.connections import ROOM, seen
-from kvconn.nixl.curve import CONNECTIONS, FAILURES, THROUGH, Curve, Turns, noted, refusal
+from kvconn.nixl.curve import CONNECTIONS, FAILURES, Curve, Turns, noted, refusal
 from kvconn.nixl.names import LookUp, Names, endpoint, look_up, plain_name
 from kvconn.nixl.wire import MAX_FRAME, encode_request, parse_timestamp
 from kvconn.params import PeerKey
 from kvconn.transport import blame
 from kvconn.trust import Trust, numeric
 
-__all__ = ["HandshakeClient", "HandshakeResult", "Hearers"]
+__all__ = ["HandshakeClient", "HandshakeResult"]
 
 #: peers asked at once; each is three sockets (its monitor is two), and requests name as many peers as they like
 MAX_PENDING = 128
 #: milliseconds between two tries to connect grow to this
 _RECONNECT_MS = 1000
-#: bytes of one, with CURVE's; and milliseconds between two looks at how many have come
+#: seconds after which an unanswered request is sent again
+_AGAIN = 1.0
+#: bytes of one answer, with CURVE's; and milliseconds between two looks at how many have come
 MAX_ANSWER = MAX_FRAME + ROOM
 _WEIGH_MS = 100
 #: milliseconds between two looks at whose turn it is, where somebody's is about to be
 _REST_MS = 10
+#: what is asked of a socket whose request is to be sent
+_WHEN_IT_CAN = zmq.POLLIN | zmq.POLLOUT
 #: seconds by which a round may be late; when it is later than that, this process stood still
 _LATE = 0.5
 #: addresses of one name that are tried
@@ -69,9 +74,11 @@ class _Ask:
     key: PeerKey
     pp: int
     tp: int
-    #: set when it is begun, and when it is sent
+    #: set when it is begun
     deadline: float = 0.0
+    #: when it was last sent, and how often
     sent: float = 0.0
+    times: int = 0
     #: where to, once that is known
     addresses: list[str] = field(default_factory=list)
     hint: str = ""
@@ -80,47 +87,15 @@ class _Ask:
     final: set[bytes] = field(default_factory=set)
 
 
-class Hearers:
-    """Who is there to hear one request, as its socket's monitor tells it; when to send it again, and how often. Pure.
-
-    ZMQ says that a connection went before its socket knows: what is sent in between goes to nobody, and nothing says
-    so. Therefore a hang-up is answered twice, at once for the sake of others that are there, and once more when
-    somebody gets through after it. A socket sends to its connections in turn: as many times as there are connections,
-    the one that went included, leaves out none.
-    """
-
-    def __init__(self) -> None:
-        self._there: set[bytes] = set()
-        self._hung_up = False
-
-    @property
-    def times(self) -> int:
-        """To send it, for somebody to hear it."""
-        return len(self._there) + 1 if self._hung_up else 1
-
-    def through(self, where: bytes) -> bool:
-        """A connection to that endpoint got through its handshake; True: send it again."""
-        self._there.add(where)
-        return self._hung_up
-
-    def went(self, where: bytes) -> bool:
-        """One ended. True: it may have been the one that was asked; send it again."""
-        if where not in self._there:
-            return False
-        self._there.discard(where)
-        self._hung_up = True
-        return True
-
-
 class _Line:
     """One peer being asked: a socket, and a monitor that says why it cannot be."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], ask: _Ask) -> None:
         self.ask = ask
-        #: descriptors of its connections
-        self.open: set[int] = set()
-        self.hearers = Hearers()
-        #: by endpoint: whose turn it is there
+        #: descriptors of its connections, and where they lead
+        self.open: dict[int, bytes] = {}
+        #: the keys; by endpoint: which one's turn it is there
+        self._curves: Sequence[Curve] = ()
         self._turns: dict[str, Turns] = {}
         self.socket = context.socket(zmq.DEALER)
         try:
@@ -128,45 +103,47 @@ class _Line:
             self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)
             self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MS)
             self.socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing is queued for an address that may never be there
-            self.monitor = self.socket.get_monitor_socket(FAILURES | THROUGH | CONNECTIONS)
+            self.monitor = self.socket.get_monitor_socket(FAILURES | CONNECTIONS)
         except zmq.ZMQError:
             self.socket.close()
             raise
 
-    def connect(self, addresses: Sequence[str], curves: Sequence[Curve]) -> None:
+    def connect(self, addresses: Sequence[str], curves: Sequence[Curve], now: float) -> None:
         """With the first key, where there are keys. Raises ZMQError."""
-        self.ask.tried = len(addresses)
-        for address in addresses:
-            where = endpoint(address, self.ask.key[2])
-            if curves:
-                turns = self._turns[where] = Turns(curves)
-                self._connect(where, turns.begins(0.0))
-            else:
-                self._connect(where, None)
+        self._curves = curves
+        self._turns = {endpoint(address, self.ask.key[2]): Turns(len(curves)) for address in addresses}
+        self.ask.tried = len(self._turns)
+        for where in self._turns:
+            self._connect(where, now)
 
-    def _connect(self, where: str, curve: Curve | None) -> None:
-        if curve is not None:
-            curve.ask(self.socket)
+    def _connect(self, where: str, now: float) -> bool:
+        """If it is time. Raises ZMQError."""
+        turn = self._turns[where].begins(now)
+        if turn is None:
+            return False
+        if self._curves:
+            self._curves[turn].ask(self.socket)
         self.socket.setsockopt(zmq.IPV6, int("[" in where))
         self.socket.connect(where)
+        return True
 
-    def failed(self, where: bytes, now: float) -> None:
-        """A connection there did not get through its handshake: if it is the one of now, another key's turn comes."""
+    def ended(self, where: bytes, now: float) -> None:
+        """A connection there, in its handshake or after: if it is the one of now, the next one's turn comes."""
         turns = self._turns.get(where.decode())
         if turns is not None and turns.failed(now):
+            self.open = {fd: to for fd, to in self.open.items() if to != where}
             with contextlib.suppress(zmq.ZMQError):
                 self.socket.disconnect(where.decode())
 
-    def take_turns(self, now: float) -> None:
-        """Connect with the keys whose turn it is."""
+    def take_turns(self, now: float) -> bool:
+        """Connect where it is time to; True: somewhere it was."""
+        any_begun = False
         for where, turns in self._turns.items():
-            curve = turns.begins(now)
-            if curve is None:
-                continue
             try:
-                self._connect(where, curve)
+                any_begun |= self._connect(where, now)
             except zmq.ZMQError:
                 turns.failed(now)
+        return any_begun
 
     @property
     def resting(self) -> bool:
@@ -176,8 +153,7 @@ class _Line:
     def send(self) -> bool:
         """To whoever is there by now; False: nobody."""
         try:
-            for _ in range(self.hearers.times):
-                self.socket.send_multipart([b"", encode_request(self.ask.pp, self.ask.tp)], zmq.NOBLOCK)
+            self.socket.send_multipart([b"", encode_request(self.ask.pp, self.ask.tp)], zmq.NOBLOCK)
         except zmq.ZMQError:  # gone again; the monitor says why
             return False
         return True
@@ -292,7 +268,8 @@ class HandshakeClient:
                 self._weigh(poller)
                 self._expire(poller, wait / 1000)
                 for line in set(self._lines.values()):
-                    line.take_turns(self._clock())
+                    if line.take_turns(self._clock()):
+                        poller.modify(line.socket, _WHEN_IT_CAN)
                 while self._named:
                     self._take_names(*self._named.popleft())
                 while self._asks and self._pending < MAX_PENDING:
@@ -362,19 +339,21 @@ class HandshakeClient:
             self._fail(ask, f"no socket: {err}")
             return
         try:
-            line.connect(addresses, self._curves)
+            line.connect(addresses, self._curves, self._clock())
         except zmq.ZMQError as err:
             line.close()
             self._fail(ask, f"cannot connect: {err}")
             return
         self._pending += 1
         self._lines[line.socket] = self._lines[line.monitor] = line
-        poller.register(line.socket, zmq.POLLIN | zmq.POLLOUT)
+        poller.register(line.socket, _WHEN_IT_CAN)
         poller.register(line.monitor, zmq.POLLIN)
 
     def _send(self, poller: zmq.Poller, line: _Line) -> None:
-        line.ask.sent = self._clock()
+        ask = line.ask
+        ask.sent = self._clock()
         if line.send():
+            ask.times += 1
             poller.modify(line.socket, zmq.POLLIN)
 
     def _receive(self, poller: zmq.Poller, line: _Line) -> None:
@@ -400,12 +379,11 @@ class HandshakeClient:
             return
         told = noted(message)
         if told.came is not None:
-            line.open.add(told.came)
-        elif told.went is not None:
-            line.open.discard(told.went)
-        hearers = line.hearers
-        if (told.through and hearers.through(told.where)) or (told.went is not None and hearers.went(told.where)):
-            poller.modify(line.socket, zmq.POLLIN | zmq.POLLOUT)
+            line.open[told.came] = told.where
+        elif told.went is not None and line.open.pop(told.went, None) is not None:
+            line.ended(told.where, self._clock())
+            if ask.times:
+                ask.hint = f"the connection ended without an answer of at most {MAX_FRAME} bytes"
         found = refusal(message, bool(self._curves))
         if found is None:
             return
@@ -413,7 +391,7 @@ class HandshakeClient:
         if found.final:
             ask.final.add(found.where)
         else:
-            line.failed(found.where, self._clock())
+            line.ended(found.where, self._clock())
         if len(ask.final) >= ask.tried:
             self._finish(poller, line)
             self._fail(ask, found.why)
@@ -426,7 +404,7 @@ class HandshakeClient:
                     found = seen(fd, line.ask.key[2], theirs=True)
                 except OSError:  # no descriptor left to look with: at the next look
                     continue
-                if found is not None and found.received > MAX_ANSWER:
+                if found is not None and found.received > MAX_ANSWER * max(1, line.ask.times):
                     self._finish(poller, line)
                     self._fail(
                         line.ask, f"an answer of {found.received} bytes and no end, at most {MAX_ANSWER} are read"
@@ -440,6 +418,9 @@ class HandshakeClient:
         if late > _LATE:
             for ask in self._under_way():
                 ask.deadline += late
+        for line in set(self._lines.values()):
+            if line.ask.times and now - line.ask.sent >= _AGAIN:
+                poller.modify(line.socket, _WHEN_IT_CAN)
         for line in {line for line in self._lines.values() if line.ask.deadline <= now}:
             self._finish(poller, line)
             hint = f"; {line.ask.hint}" if line.ask.hint else ""

@@ -10,7 +10,7 @@ import pytest
 import zmq
 
 from kvconn.errors import ConfigError
-from kvconn.nixl.sideclient import MAX_TRIED, HandshakeClient, HandshakeResult, Hearers
+from kvconn.nixl.sideclient import MAX_TRIED, HandshakeClient, HandshakeResult
 from kvconn.nixl.sideserver import HandshakeServer
 from kvconn.trust import FleetKey, Trust
 from tests.nixl.test_sidechannel import port_of
@@ -84,13 +84,13 @@ def test_so_many_are_tried_and_no_more(server: HandshakeServer, trust: Trust) ->
     assert f"any of {MAX_TRIED} addresses" in ask(port, [*nobody, GOOD], trust, 0.3).why
 
 
-def back_at(port: int) -> HandshakeServer:
+def back_at(port: int, trust: Trust | None = None) -> HandshakeServer:
     """As soon as ZMQ has given the port back, which it does in a thread of its own."""
     made: list[HandshakeServer] = []
 
     def one() -> bool:
         with contextlib.suppress(ConfigError):
-            made.append(HandshakeServer(GOOD, port, {(0, 0): PAYLOAD}))
+            made.append(HandshakeServer(GOOD, port, {(0, 0): PAYLOAD}, trust or Trust()))
         return bool(made)
 
     wait_until(one)
@@ -114,27 +114,3 @@ def test_a_peer_that_hangs_up_unheard_is_asked_again_within_the_deadline() -> No
             assert got[0].payload == PAYLOAD
         finally:
             asking.close()
-
-
-def test_what_was_sent_to_a_connection_that_had_gone_is_sent_again_to_the_next() -> None:
-    """The socket learns of a hang-up after its monitor does; nothing says that what went there is lost."""
-    hearers = Hearers()
-    assert not hearers.through(b"a"), "its first is sent when the socket can"
-    assert hearers.went(b"a")
-    assert hearers.through(b"a")
-    assert hearers.went(b"a") and hearers.through(b"a"), "as often as it hangs up"
-
-
-def test_after_a_hang_up_all_that_are_there_are_asked() -> None:
-    hearers = Hearers()
-    for where in (b"a", b"b", b"c"):
-        assert not hearers.through(where)
-    assert hearers.times == 1, "one is asked while nobody hangs up"
-    assert hearers.went(b"b") and hearers.times == 3, "two, and perhaps the one that went"
-
-
-def test_whoever_was_never_there_cannot_hang_up() -> None:
-    hearers = Hearers()
-    hearers.through(b"a")
-    assert not hearers.went(b"b"), "it ended in its handshake"
-    assert hearers.times == 1 and not hearers.through(b"b")

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from kvconn.errors import ConfigError, RequestError
-from kvconn.nixl.curve import Curve, Turns
+from kvconn.nixl.curve import Turns
 from kvconn.nixl.fence import check_signature, sign
 from kvconn.nixl.sideserver import HandshakeServer
 from kvconn.params import KvconnRef, RemoteRef
@@ -79,19 +79,29 @@ def test_a_server_that_restarts_amid_handshakes_costs_no_key() -> None:
 
 
 def test_keys_take_turns_and_what_a_replaced_connection_says_is_not_heard() -> None:
-    old, new = Curve.of(FleetKey(OLD)), Curve.of(FleetKey(NEW))
-    turns = Turns([old, new])
-    assert turns.begins(0.0) is old and turns.begins(9.0) is None
+    old, new = 0, 1
+    turns = Turns(2)
+    assert turns.begins(0.0) == old and turns.begins(9.0) is None
     assert turns.failed(10.0) and not turns.failed(10.0), "once for each connection"
-    assert turns.begins(10.0) is None and turns.begins(10.02) is new
+    assert turns.begins(10.0) is None and turns.begins(10.02) == new
     now, rests = 20.0, []
     for _ in range(6):
         assert turns.failed(now)
         rests.append(next(n for n in range(1, 200) if turns.begins(now + n / 100 + 1e-6) is not None) / 100)
         now += 10
     assert rests == [0.1, 0.01, 0.2, 0.01, 0.4, 0.01]
-    alone = Turns([old])
-    assert alone.begins(0.0) is old and not alone.failed(0.0), "ZMQ tries it again"
+
+
+@pytest.mark.parametrize("keys", [0, 1])
+def test_one_key_or_none_is_tried_again_after_rests_that_grow(keys: int) -> None:
+    turns, now, rests = Turns(keys), 0.0, []
+    assert turns.begins(now) == 0 and turns.begins(now) is None
+    for _ in range(6):
+        assert turns.failed(now) and not turns.failed(now)
+        rest = next(n for n in range(1, 200) if turns.begins(now + n / 100 + 1e-6) == 0) / 100
+        rests.append(rest)
+        now += 10
+    assert rests == [0.1, 0.2, 0.4, 0.8, 1.0, 1.0]
 
 
 def test_among_several_addresses_each_is_tried_with_each_key() -> None:
