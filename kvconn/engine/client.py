@@ -3,7 +3,8 @@
 Rules
 1. The driver's end never blocks for longer than it was told to; an engine that is gone is an EngineDeadError with its
    last words.
-2. Orders and events cross one pipe as frozen Structs. The engine sends its statistics along, ten times a second.
+2. Orders and events cross one pipe as frozen Structs. The engine sends its statistics along, ten times a second. It
+   never waits for its driver to listen (:mod:`kvconn.engine.words`).
 3. :meth:`EngineProcess.shutdown` leaves no process, however the engine is.
 4. Ctrl-C is the driver's alone: whatever it starts has SIGINT blocked from its first instruction on. SIGTERM tells an
    engine to drain and end: its last words say what came of it.
@@ -28,6 +29,7 @@ from kvconn.engine.config import EngineConfig, check
 from kvconn.engine.core import EngineCore, EngineStats
 from kvconn.engine.pace import Pace
 from kvconn.engine.request import EngineRequest, Finished, FirstToken
+from kvconn.engine.words import Words, room
 from kvconn.engine.worker import die_with_parent, freeze_heap
 from kvconn.errors import ConfigError, EngineDeadError
 
@@ -142,9 +144,13 @@ class EngineProcess:
         """End the engine: asked first, killed at the deadline. Idempotent."""
         if self._process is None or self._pipe is None:
             return
-        with contextlib.suppress(OSError):
-            self._pipe.send(("stop", None))
-        self._process.join(LIMITS.end_engine)
+        deadline = time.monotonic() + LIMITS.end_engine
+        with contextlib.suppress(OSError, EOFError):
+            if room(self._pipe, LIMITS.end_engine):
+                self._pipe.send(("stop", None))
+            while self._pipe in wait([self._pipe, self._process.sentinel], max(0.0, deadline - time.monotonic())):
+                self._pipe.recv()  # it may have more to say than the pipe takes
+        self._process.join(max(0.0, deadline - time.monotonic()))
         if self._process.is_alive():
             self._process.kill()  # its workers die with it
             self._process.join()
@@ -154,6 +160,10 @@ class EngineProcess:
     def _send(self, order: tuple[str, Any]) -> None:
         if self._pipe is None:
             raise EngineDeadError(f"engine {self.config.name}: not started, or shut down")
+        if not room(self._pipe, self.config.step_timeout):
+            raise EngineDeadError(
+                f"engine {self.config.name}: took no order for {self.config.step_timeout:g} s; it stands still"
+            )
         try:
             self._pipe.send(order)
         except OSError:
@@ -213,33 +223,34 @@ def _engine_main(config: EngineConfig, pipe: Connection) -> None:
     os.environ.update(config.env)
     logging.basicConfig(level=logging.WARNING, format=f"{config.name}: %(message)s")
     core: EngineCore | None = None
+    words = Words(pipe)
     try:
         core = EngineCore(config)
         freeze_heap()
         with _told_to_end(core) as wake:
-            pipe.send(("ready", core.executor.pids()))
-            words = _loop(core, pipe, wake)
-        if words:
+            words.say("ready", core.executor.pids())
+            why = _loop(core, pipe, words, wake)
+        if why:
             core.close()  # who hears them may rely on it that nothing of this engine can be read any more
-            _last_words(pipe, "error", EngineDeadError(f"engine {config.name}: {words}"))
+            _last(words, "error", EngineDeadError(f"engine {config.name}: {why}"))
     except (EOFError, BrokenPipeError, ConnectionResetError):
         pass  # the driver is gone
     except ConfigError as err:  # as its problems: an exception is pickled as its text
-        _last_words(pipe, "refused", err.problems)
+        _last(words, "refused", err.problems)
     except EngineDeadError as err:
-        _last_words(pipe, "error", err)
+        _last(words, "error", err)
     except Exception as err:  # the driver must hear of it
         logging.getLogger("kvconn.engine").exception("engine %s failed", config.name)
-        _last_words(pipe, "error", EngineDeadError(f"engine {config.name}: {type(err).__name__}: {err}"))
+        _last(words, "error", EngineDeadError(f"engine {config.name}: {type(err).__name__}: {err}"))
     finally:
         if core is not None:
             core.close()
         pipe.close()
 
 
-def _last_words(pipe: Connection, kind: str, what: object) -> None:
+def _last(words: Words, kind: str, what: object) -> None:
     with contextlib.suppress(OSError):
-        pipe.send((kind, what))
+        words.last(kind, what, LIMITS.end_worker)
 
 
 @contextlib.contextmanager
@@ -258,20 +269,21 @@ def _told_to_end(core: EngineCore) -> Iterator[int]:
         os.close(writable)
 
 
-def _loop(core: EngineCore, pipe: Connection, wake: int) -> str:
+def _loop(core: EngineCore, pipe: Connection, words: Words, wake: int) -> str:
     """Until the driver says stop, or a drain is over. Returns what came of the drain."""
     next_stats = 0.0
     pause: float | None = 0.0
     pace = Pace(time.monotonic())
     while True:
+        words.flush()
         if core.drained():
             why, events = core.end()
-            pipe.send(("events", events))
-            pipe.send(("stats", core.stats()))
+            words.events(events)
+            words.stats(core.stats())
             return why
         if not core.has_work():
-            pause = None
-            pipe.send(("stats", core.stats()))
+            words.stats(core.stats())
+            pause = _STATS_EVERY if words.waiting else None
         while ready := wait([pipe, wake, *core.executor.ends], pause):
             pause = 0.0
             pace.moved(time.monotonic())
@@ -282,25 +294,24 @@ def _loop(core: EngineCore, pipe: Connection, wake: int) -> str:
                 order, value = pipe.recv()
                 if order == "stop":
                     return ""
-                _obey(core, pipe, order, value)
+                _obey(core, words, order, value)
         if not core.has_work():
             continue
         busy, events = core.step()
-        if events:
-            pipe.send(("events", events))
+        words.events(events)
         now = time.monotonic()
         if now >= next_stats:
             next_stats = now + _STATS_EVERY
-            pipe.send(("stats", core.stats()))
+            words.stats(core.stats())
         pause = pace.pause(busy, bool(core.scheduler.waiting), now)
 
 
-def _obey(core: EngineCore, pipe: Connection, order: str, value: Any) -> None:
+def _obey(core: EngineCore, words: Words, order: str, value: Any) -> None:
     if order == "submit":
         core.add(value)
     elif order == "abort":
         core.abort(value)
     elif order == "stats":
-        pipe.send(("asked", (value, core.stats())))
+        words.say("asked", (value, core.stats()))
     elif order == "digests":
-        pipe.send(("digests", core.executor.digests(value)))
+        words.say("digests", core.executor.digests(value))

@@ -93,8 +93,8 @@ class Executor:
         for rank, pipe in enumerate(self._pipes):
             try:
                 pipe.send((order, args))
-            except OSError as err:
-                raise self._dead(rank, f"is gone ({err})") from None
+            except OSError:
+                raise self._gone(rank, order) from None
         return self._collect(self._config.step_timeout, order)
 
     def _collect(self, timeout: float, what: str) -> list[Any]:
@@ -105,7 +105,7 @@ class Executor:
             if not ready:
                 raise self._dead(",".join(map(str, silent)), f"did not answer {what!r} in time")
             heard = [rank for rank in silent if self._pipes[rank] in ready]
-            for rank in sorted(heard, key=lambda rank: self._processes[rank].is_alive()):  # the dead first
+            for rank in sorted(heard, key=self._blame):
                 answers[rank] = self._answer(rank, what)
         return [answers[rank] for rank in range(len(self._pipes))]
 
@@ -113,13 +113,21 @@ class Executor:
         try:
             fine, value = self._pipes[rank].recv()
         except (EOFError, ConnectionResetError):
-            self._processes[rank].join(LIMITS.end_worker)
-            raise self._dead(rank, f"ended with {self._processes[rank].exitcode} during {what!r}") from None
+            raise self._gone(rank, what) from None
         if fine:
             return value
         if isinstance(value, tuple):
             raise ConfigError([f"engine {self._config.name}: {problem}" for problem in value])
         raise self._dead(rank, f"failed during {what!r}:\n{value}")
+
+    def _blame(self, rank: int) -> int:
+        """Whose word is taken first: those who were ended, those who then ended by themselves, those who live."""
+        code = self._processes[rank].exitcode
+        return 2 if code is None else int(code == 0)
+
+    def _gone(self, rank: int, what: str) -> EngineDeadError:
+        self._processes[rank].join(LIMITS.end_worker)
+        return self._dead(rank, f"ended with {self._processes[rank].exitcode} during {what!r}")
 
     def _dead(self, rank: int | str, what: str) -> EngineDeadError:
         return EngineDeadError(f"engine {self._config.name}: rank {rank} {what}")
