@@ -119,6 +119,7 @@ class Fleet:
     def __init__(self, script: Callable[[dict[str, FakeEngine]], None] = lambda engines: None) -> None:
         self.engines: dict[str, FakeEngine] = {}
         self.configs: dict[str, EngineConfig] = {}
+        self.clock = Clock()
         self.alive: set[str] = set()
         self._script = script
 
@@ -133,7 +134,7 @@ class Fleet:
 
 class _Started(FakeEngine):
     def __init__(self, fleet: Fleet, config: EngineConfig) -> None:
-        super().__init__(Clock(), total_blocks=config.num_blocks)
+        super().__init__(fleet.clock, total_blocks=config.num_blocks)
         self._fleet, self._name, self.config = fleet, config.name, config
 
     def start(self) -> None:

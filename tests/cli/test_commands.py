@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -24,12 +25,13 @@ NAMED = NAMES.format(id="line-1")
 
 @pytest.fixture
 def kvconn(monkeypatch):
-    """Runs a command over a scripted fleet; afterwards no engine may be alive."""
-    monkeypatch.setattr(job, "STALL_SLACK", 0.1)
+    """Runs a command over a scripted fleet, by its clock; afterwards no engine may be alive."""
+    router = job.Router
 
     def run(*arguments, script=lambda engines: None):
         run.fleet = Fleet(script)
         monkeypatch.setattr(job, "EngineProcess", run.fleet)
+        monkeypatch.setattr(job, "Router", partial(router, clock=run.fleet.clock))
         before = signal.getsignal(signal.SIGTERM)
         result = CliRunner().invoke(app, [str(argument) for argument in arguments])
         assert run.fleet.alive == set()
@@ -81,12 +83,12 @@ class TestExitCodes:
             hide(NAMES)(engines)
             engines["P"].total_blocks = 100_000
 
-        result = kvconn("demo", "--stall-after", 0.3, script=script)
+        result = kvconn("demo", "--stall-after", 30, script=script)
         assert result.exit_code == 1
         assert "leak: P holds" in result.stdout and NAMED in result.stdout
 
     def test_1_stall_names_request_and_ranks(self, kvconn):
-        result = kvconn("demo", "--stall-after", 0.3, script=hide(NAMES))
+        result = kvconn("demo", "--stall-after", 30, script=hide(NAMES))
         assert result.exit_code == 1
         assert "stall: nothing moved" in result.stdout and f"P: {NAMED}" in result.stdout
         assert "M" not in kvconn.fleet.engines
@@ -173,7 +175,7 @@ class TestExitCodes:
         assert result.stderr.endswith("--ucx-tls bogus: engine P has no transport with it: no device\n")
 
     def test_3_the_fault_happened_and_was_named(self, kvconn):
-        result = kvconn("demo", "--contract", "hidden-ranks", "--stall-after", 0.3, script=hide(NAMES, "noise"))
+        result = kvconn("demo", "--contract", "hidden-ranks", "--stall-after", 30, script=hide(NAMES, "noise"))
         assert result.exit_code == 3
         assert "of 48 requests never finished; blocks are owed:" in result.stdout
         assert f"P: {NAMED}" in result.stdout and "noise" not in result.stdout
@@ -182,12 +184,12 @@ class TestExitCodes:
     @pytest.mark.parametrize("lines", [(), ("send of line-1 is slow",), (NAMED,)])
     def test_1_the_fault_happened_and_not_all_of_it_was_named(self, kvconn, lines):
         script = hide("", *lines)
-        result = kvconn("demo", "--contract", "hidden-ranks", "--stall-after", 0.3, script=script)
+        result = kvconn("demo", "--contract", "hidden-ranks", "--stall-after", 30, script=script)
         assert result.exit_code == 1
         assert f"pending releases only {int(lines == (NAMED,))} were named" in result.stdout
 
     def test_1_the_fault_did_not_show(self, kvconn):
-        result = kvconn("demo", "--contract", "hidden-ranks", "--stall-after", 0.3)
+        result = kvconn("demo", "--contract", "hidden-ranks", "--stall-after", 30)
         assert result.exit_code == 1
         assert "the fault did not show" in result.stdout
 

@@ -116,13 +116,30 @@ def test_an_interrupt_leaves_no_process(by):
     assert left == []
 
 
+#: says whose the first handler for Ctrl-C is, as soon as it is set
+STARTING = """
+import signal, sys
+from kvconn.cli.main import main
+
+def told(number, handler, real=signal.signal):
+    before = real(number, handler)
+    if number == signal.SIGINT:
+        signal.signal = real
+        print(handler.__module__, flush=True)
+    return before
+
+signal.signal = told
+sys.argv[1:] = ["demo", "--pcp", "2"]
+main()
+"""
+
+
 @pytest.mark.parametrize("after", [0.4, 1.2, 2.5])
 def test_an_interrupt_while_starting_is_one_line(after):
-    code = "import sys; print(flush=True); sys.argv[1:] = ['demo', '--pcp', '2']; import kvconn.cli.main as m; m.main()"
-    command = [sys.executable, "-c", code]
+    command = [sys.executable, "-c", STARTING]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True) as process:
-        process.stdout.readline()
+        assert process.stdout.readline() == "kvconn.cli.main\n"
         time.sleep(after)
         os.killpg(process.pid, signal.SIGINT)
         _, errors = process.communicate(timeout=60)

@@ -10,7 +10,7 @@ from typing import Any
 
 from kvconn.base import FinishReason
 from kvconn.config import ParallelConfig
-from kvconn.engine.client import EngineProcess, EngineRequest, Finished
+from kvconn.engine.client import EngineProcess, EngineRequest, EngineStats, Finished
 from kvconn.engine.config import EngineConfig, ModelSpec
 from tests.support import free_port, wait_until
 
@@ -85,6 +85,18 @@ def ends(engine: EngineProcess, *ids: str) -> dict[str, Finished]:
         assert time.monotonic() < deadline, f"only {sorted(done)} of {ids} ended; {engine.stats()}"
         done |= {event.id: event for event in engine.poll(0.2) if isinstance(event, Finished)}
     return done
+
+
+def fresh_stats(engine: EngineProcess) -> EngineStats:
+    """Statistics from after the last order; those sent on the way may be older."""
+    engine.drain(0.0)  # asks, and does not wait for the answer
+
+    def answered() -> bool:
+        engine.stats()
+        return engine._answered == engine._asked
+
+    wait_until(answered, SECONDS, "the engine says how it is")
+    return engine.stats()
 
 
 def prefilled(engine: EngineProcess, id: str, prompt: tuple[int, ...]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from kvconn.engine.client import EngineProcess, EngineRequest, Finished
 from kvconn.engine.config import EngineConfig
 from kvconn.errors import EngineDeadError
 from tests.engine.driving import unique_tokens
-from tests.engine.pairs import SECONDS, Starter, assert_all_end, ends, prefilled, starting
+from tests.engine.pairs import SECONDS, Starter, assert_all_end, ends, fresh_stats, prefilled, starting
 from tests.engine.test_engine_processes import ENDLESS, ROOMY, consumer, first_token, poll_until_dead
 from tests.support import NIXL_PRODUCER, multi, offload_hold, wait_until
 
@@ -33,32 +33,32 @@ def producer(lease: float = 30.0) -> dict[str, Any]:
     return multi(nixl, offload_hold())
 
 
-def told_to_end(engine: EngineProcess) -> None:
-    """SIGTERM to every process of it, as a service manager does, and proof that it heard."""
-    for pid in (engine.pid, *engine.worker_pids):
+def sigterm(engine: EngineProcess) -> None:
+    """To every process of it, as a service manager does; its own last, which ends the others."""
+    for pid in (*engine.worker_pids, engine.pid):
         os.kill(pid, signal.SIGTERM)
+
+
+def told_to_end(engine: EngineProcess) -> None:
+    """SIGTERM, and proof that it heard. What overtakes the signal is still served, and holds nothing after that."""
+    sigterm(engine)
     n = 0
 
     def refuses() -> bool:
         nonlocal n
         n += 1
-        engine.submit(EngineRequest(f"late{n}", (1, 2, 3), 1, {"do_remote_decode": True}))
+        engine.submit(EngineRequest(f"late{n}", (1, 2, 3), 1))
         end = ends(engine, f"late{n}")[f"late{n}"]
         return end.error is not None and "was told to end" in end.error
 
     wait_until(refuses, SECONDS, "new requests are refused")
 
 
-def held(engine: EngineProcess) -> int:
-    engine.drain(0.0)  # fresh statistics
-    return engine.stats().pending_release
-
-
 def test_a_reader_that_comes_after_sigterm_is_served_and_then_the_engine_ends(start: Starter) -> None:
     p, d, alone = start("P", pcp=2, transfer=producer()), start("D", transfer=consumer()), start("M")
     params = prefilled(p, "a", PROMPT)
     told_to_end(p)
-    assert held(p) == 1
+    assert fresh_stats(p).pending_release == 1
     d.submit(EngineRequest("a", PROMPT, 6, params))
     alone.submit(EngineRequest("a", PROMPT, 6))
     assert ends(d, "a")["a"].tokens == ends(alone, "a")["a"].tokens
@@ -72,7 +72,7 @@ def test_at_the_deadline_it_ends_all_the_same_names_who_owes_and_late_readers_co
     p, d = start("P", pcp=2, transfer=producer(), drain=0.5), start("D", transfer=consumer("recompute", handshake=0.5))
     alone = start("M")
     params = prefilled(p, "a", PROMPT)
-    told_to_end(p)
+    sigterm(p)
     words = poll_until_dead(p)
     assert words.startswith("engine P: told to end, not over after ") and "send of a (life 1) owed by" in words
     d.submit(EngineRequest("a", PROMPT, 6, params))
@@ -85,7 +85,7 @@ def test_at_the_deadline_it_ends_all_the_same_names_who_owes_and_late_readers_co
 def test_what_nobody_reads_is_waited_for_until_its_lease_ends(start: Starter) -> None:
     p = start("P", pcp=2, transfer=producer(lease=1.0))
     prefilled(p, "a", PROMPT)
-    told_to_end(p)
+    sigterm(p)
     assert poll_until_dead(p).startswith("engine P: told to end, nothing was left after ")
     assert p.last_stats.connector["nixl_num_kv_expired_reqs"] == 1
 
@@ -107,7 +107,7 @@ def test_what_an_engine_said_is_told_before_its_last_words_and_those_stay() -> N
 def test_an_idle_engine_ends_at_once(start: Starter) -> None:
     engine = start("E")
     os.kill(engine.pid, signal.SIGTERM)
-    assert poll_until_dead(engine).startswith("engine E: told to end, nothing was left after 0.")
+    assert poll_until_dead(engine).startswith("engine E: told to end, nothing was left after ")
 
 
 @pytest.mark.parametrize("fits", [True, False], ids=["in time", "not in time"])

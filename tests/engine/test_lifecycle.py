@@ -11,7 +11,7 @@ import pytest
 from kvconn.base import FinishReason
 from kvconn.engine.client import EngineProcess, EngineRequest
 from tests.engine.driving import unique_tokens
-from tests.engine.pairs import SECONDS, Starter, ends, prefilled, starting
+from tests.engine.pairs import SECONDS, Starter, ends, fresh_stats, prefilled, starting
 from tests.support import COMPOSITIONS, NIXL_CONSUMER, multi, offload_hold, wait_until
 
 #: longer than any test: nothing here may end by it
@@ -119,10 +119,10 @@ def test_a_request_that_is_refused_before_admission_frees_its_producers_blocks(
 
 @pytest.mark.parametrize("composition", CONSUMERS)
 def test_a_request_that_is_aborted_while_it_waits_frees_its_producers_blocks(start: Starter, composition: str) -> None:
-    p, d = start("P", transfer=PRODUCER), start("D", transfer=CONSUMERS[composition], num_blocks=8, max_num_seqs=1)
+    p, d = start("P", transfer=PRODUCER), start("D", transfer=CONSUMERS[composition], num_blocks=4096, max_num_seqs=1)
     prompt = unique_tokens("a", 40)
-    handed = prefilled(p, "a", prompt)  # before the first runs, which must not end by itself meanwhile
-    d.submit(EngineRequest("first", unique_tokens("first", 8), 56))
+    handed = prefilled(p, "a", prompt)
+    d.submit(EngineRequest("first", unique_tokens("first", 8), 30_000))  # until it is aborted
     wait_until(lambda: d.stats().running == 1, SECONDS, "the first runs")
     d.submit(EngineRequest("a", prompt, 4, handed))
     d.abort("a")
@@ -135,7 +135,7 @@ def test_a_request_that_is_aborted_while_it_waits_frees_its_producers_blocks(sta
 def test_a_request_that_is_aborted_on_its_producer_holds_nothing(start: Starter, composition: str) -> None:
     p = start("P", transfer=with_lease(COMPOSITIONS[composition]), pcp=2, max_num_batched_tokens=8)
     p.submit(EngineRequest("a", unique_tokens("a", 400), 1, {"do_remote_decode": True}))
-    wait_until(lambda: p.stats().running == 1, SECONDS, "a runs")
+    wait_until(lambda: p.stats().steps >= 1, SECONDS, "a runs, or has run")
     p.abort("a")
     end = ends(p, "a")["a"]
     assert end.reason in (FinishReason.ABORT, FinishReason.LENGTH)
@@ -174,7 +174,7 @@ def test_two_engines_that_read_the_same_request_hold_it_until_the_second_is_done
     params = ends(p, "a")["a"].kv_transfer_params
     expected = alone(start, EngineRequest("a", prompt, 4))["a"]
     for n, d in enumerate(readers):
-        assert p.stats().pending_release == 1
+        assert fresh_stats(p).pending_release == 1
         d.submit(EngineRequest("a", prompt, 4, params))
         assert ends(d, "a")["a"].tokens == expected
         if n == 0:

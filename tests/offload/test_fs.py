@@ -382,7 +382,7 @@ WRITER = """
 import sys
 from pathlib import Path
 from tests.offload.test_fs import tier, write
-one, n = tier(Path(sys.argv[1])), 0
+one, n = tier(Path(sys.argv[1]), max_bytes=1 << 40), 0  # whenever it is killed, nothing has had to make room
 while True:
     write(one, b"%d" % n, b"%d" % (n + 1))
     n += 2

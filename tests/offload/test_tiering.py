@@ -151,7 +151,7 @@ def test_a_read_that_hangs_touches_no_slot_when_it_comes_back(
 
     mocker.patch.object(FsTier, "read", late)
     filling = mocker.spy(HostTier, "write")
-    engine = start(tmp_path, kvconn={"lookup": 0.05, "load": 0.2})
+    engine = start(tmp_path, kvconn={"lookup": 60.0, "load": 0.2})
     engine.run(REQUESTS)
     assert engine.tokens == expected and engine.count("offload_fetches_failed") > 0
     go.set()

@@ -164,7 +164,7 @@ class Engine(Process):
         os.close(write)
         self._read = read
 
-    def ready(self, timeout: float = 120) -> Engine:
+    def ready(self, timeout: float = 400) -> Engine:
         """Wait until it has started. May be called again."""
         if not self._started:
             self._wait(0, timeout)

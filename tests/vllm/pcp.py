@@ -11,6 +11,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+#: whose sitecustomize every process of an engine imports
+SITE = Path(__file__).with_name("site")
 BLOCK = 16
 #: arguments of both engines
 ARGUMENTS: dict[str, Any] = {
@@ -111,4 +113,4 @@ def environment(where: Path, root: Path) -> dict[str, str]:
     (package / "compiler.py").write_text(_COMPILER)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kvconn-test-triton\nVersion: 0.0\n")
     (info / "entry_points.txt").write_text("[triton.backends]\ncpu = kvconn_test_triton\n")
-    return {"PYTHONPATH": f"{root}:{where}", "TRITON_INTERPRET": "1"}
+    return {"PYTHONPATH": f"{SITE}:{root}:{where}", "TRITON_INTERPRET": "1"}

@@ -32,9 +32,14 @@ def offload(**extra: Any) -> dict[str, Any]:
 
 
 def on_disk(where: Path) -> dict[str, Any]:
-    """Host memory of sixteen blocks, and files."""
+    """Host memory of sixteen blocks, and files; patience with a busy machine's disk."""
     tier = {"type": "fs", "root_dir": str(where), "max_bytes": 1 << 30}
-    return offload(spec_name="TieringOffloadingSpec", cpu_bytes_to_use=16 * BLOCK_BYTES, secondary_tiers=[tier])
+    return offload(
+        spec_name="TieringOffloadingSpec",
+        cpu_bytes_to_use=16 * BLOCK_BYTES,
+        secondary_tiers=[tier],
+        kvconn={"lookup": 60.0},
+    )
 
 
 def multi(role: str, module: str | None, *children: dict[str, Any]) -> dict[str, Any]:

@@ -89,7 +89,7 @@ def test_ours_frees_each_request_when_it_was_read(
     name: str, own_fleet: Fleet, reader: Engine, hack: dict[str, str]
 ) -> None:
     p = own_fleet.engine("pcp-P", PRODUCERS[name], "mla", env=hack, prefill_context_parallel_size=2, **pcp.ARGUMENTS)
-    p.ready(240), reader.ready(240)
+    p.ready(), reader.ready()
     total = p.state()["free"]
     for state in read_all(p, reader, [prompt(100, 3000 + k) for k in range(N)]):
         assert not state["requests"]
@@ -107,7 +107,7 @@ def test_offloading_fills_the_caches_of_both_ranks(own_fleet: Fleet, reader: Eng
         prefill_context_parallel_size=2,
         **pcp.ARGUMENTS,
     )
-    p.ready(240), reader.ready(240)
+    p.ready(), reader.ready()
     total = p.state()["free"]
     tokens = prompt(100, 3500)
     answers = []
@@ -126,7 +126,7 @@ def test_stock_never_frees(own_fleet: Fleet, reader: Engine, hack: dict[str, str
     p = own_fleet.engine(
         "pcp-S", stock("kv_producer", **LONG_LEASE), "mla", env=hack, prefill_context_parallel_size=2, **pcp.ARGUMENTS
     )
-    p.ready(240), reader.ready(240)
+    p.ready(), reader.ready()
     states = read_all(p, reader, [prompt(100, 4000 + k) for k in range(2)], patience=4)
     assert [len(state["requests"]) for state in states] == [1, 2]
     assert states[1]["free"] < states[0]["free"]
@@ -141,7 +141,7 @@ def test_stock_with_the_hotfix_frees(own_fleet: Fleet, reader: Engine, hack: dic
         prefill_context_parallel_size=2,
         **pcp.ARGUMENTS,
     )
-    p.ready(240), reader.ready(240)
+    p.ready(), reader.ready()
     states = read_all(p, reader, [prompt(100, 4500 + k) for k in range(2)])
     assert [state["requests"] for state in states] == [[], []]
 
@@ -149,5 +149,5 @@ def test_stock_with_the_hotfix_frees(own_fleet: Fleet, reader: Engine, hack: dic
 def test_replicated_pcp_only_produces(own_fleet: Fleet, hack: dict[str, str], tmp_path: Path) -> None:
     p = own_fleet.engine("pcp-both", ours("kv_both"), "mla", env=hack, prefill_context_parallel_size=2, **pcp.ARGUMENTS)
     with pytest.raises(EngineError):
-        p.ready(240)
+        p.ready()
     assert "with replicated PCP 2 only kv_producer works, got kv_both" in p.said()

@@ -21,20 +21,19 @@ STAGES = {
     "enforce_eager": False,
     "compilation_config": {"mode": 1, "backend": "eager"},
 }
-START = 240
 
 
 @pytest.fixture(scope="module")
 def producer_of_two_stages(fleet: Fleet) -> Iterator[Engine]:
     engine = fleet.engine("pp2-P", ours("kv_producer"), **STAGES)
-    yield engine.ready(START)
+    yield engine.ready()
     engine.close()
 
 
 @pytest.fixture(scope="module")
 def consumer_of_two_stages(fleet: Fleet) -> Iterator[Engine]:
     engine = fleet.engine("pp2-D", ours("kv_consumer", kv_connector_extra_config=PATIENT), **STAGES)
-    yield engine.ready(START)
+    yield engine.ready()
     engine.close()
 
 

@@ -34,7 +34,7 @@ def moved(d: Engine) -> float:
 
 def hand_over(p: Engine, d: Engine, alone: Engine, seed: int) -> None:
     """Tokens, that KV moved, and that nothing is held on either side."""
-    p.ready(240), d.ready(240)
+    p.ready(), d.ready()
     before = moved(d)
     blocks = 0
     for length in LENGTHS:

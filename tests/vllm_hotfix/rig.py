@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support import free_port
+from tests.vllm.pcp import SITE
 from tests.vllm.pcp import environment as triton_backend
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -117,7 +118,8 @@ class Engine:
         arguments = {**ARGUMENTS, "model": str(home / "model"), "kv_transfer_config": transfer}
         if pcp > 1:
             arguments["prefill_context_parallel_size"] = pcp
-        path = os.pathsep.join(filter(None, (str(home / "path"), str(ROOT), os.environ.get("PYTHONPATH"))))
+        first = (str(SITE), str(home / "path"), str(ROOT))
+        path = os.pathsep.join(filter(None, (*first, os.environ.get("PYTHONPATH"))))
         port = str(free_port())
         read, write = os.pipe()
         with self.log.open("w") as log:

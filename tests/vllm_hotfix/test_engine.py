@@ -23,14 +23,16 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="PCP needs triton, here its interpreter"),
 ]
 
-NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_producer"}
+#: its end would free a request on rank 0 too
+LEASE = {"kv_lease_duration": 300}
+NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_producer", "kv_connector_extra_config": LEASE}
 HOLDER = {"kv_connector": "Holder", "kv_connector_module_path": "holder", "kv_role": "kv_producer"}
 MULTI = {
     "kv_connector": "MultiConnector", "kv_role": "kv_producer",
     "kv_connector_extra_config": {"connectors": [NIXL, HOLDER]},
 }  # fmt: skip
-#: far below the lease of 30 s, whose end would free a request on rank 0 too.
-SOON = 10.0
+#: far below the lease
+SOON = 100.0
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +76,7 @@ def test_stock_never_frees_what_was_read(home: Path, consumer: Engine) -> None:
 @pytest.mark.parametrize("transfer", [NIXL, MULTI], ids=["alone", "beside a sibling that holds"])
 def test_with_the_hotfix_each_is_freed_when_it_was_read(home: Path, consumer: Engine, transfer: dict[str, Any]) -> None:
     variables = {VARIABLE: "1"}
-    with Engine(home, f"hotfix-{len(transfer)}", transfer, pcp=2, **variables) as producer:
+    with Engine(home, f"hotfix-{transfer['kv_connector']}", transfer, pcp=2, **variables) as producer:
         free = producer.first["free"]
         for n in range(3):
             held = serve(producer, consumer, 10 + n)
