@@ -37,8 +37,8 @@ __all__ = ["Fleet", "Ports"]
 
 #: seconds that a signal may take to show
 SHOWS = 5.0
-#: seconds after a reader's end in which UCX may end its producer
-AFTERMATH = 10.0
+#: seconds after a reader's end in which UCX may end its producer, and in which that is noticed
+AFTERMATH = 30.0
 RETRY = 0.01
 #: connections that ask for nothing; ZMTP's greeting without a key and a client's first words; empty frames of which
 #: each says that more come
