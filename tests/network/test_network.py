@@ -18,7 +18,9 @@ BLOCKS = list(range(48))
 SECONDS = 60.0
 EXPIRED = "rank 0: a was not read within its lease"
 #: more may be in quarantine than one request has
-LIMITS = {"read": 2.0, "handshake": 2.0, "quarantine_max": 64}
+LIMITS = {"read": 20.0, "handshake": 20.0, "quarantine_max": 64}
+#: once there was a first contact
+SHORT = {"read": 2.0, "handshake": 2.0}
 
 
 @pytest.fixture(scope="module")
@@ -38,10 +40,12 @@ def pair(hosts: Hosts) -> Iterator[tuple[Child, Child]]:
     """A producer on host a and a consumer on host b that has read of it once."""
     child = partial(Child, env=ENV, pause=0.001, num_blocks=64)
     with (
-        child(lease=3.0, prefix=hosts.prefix("a"), host=hosts.addresses["a"]) as p,
+        child(prefix=hosts.prefix("a"), host=hosts.addresses["a"]) as p,
         child(reads=True, name="D", prefix=hosts.prefix("b"), host=hosts.addresses["b"], kvconn=LIMITS) as d,
     ):
         assert read(p, d, "warm", 1) == ""
+        p.order("lease", 3.0)
+        d.order("limits", SHORT)
         yield p, d
 
 
@@ -118,9 +122,11 @@ def test_a_link_that_stays_down_is_given_up_on_both_sides_and_the_reader_lives_o
     limits = {**LIMITS, "quarantine_age": 1.0}
     with (
         child(reads=True, name="D", prefix=hosts.prefix("b"), host=hosts.addresses["b"], kvconn=limits) as d,
-        child(lease=3.0, prefix=hosts.prefix("a"), host=hosts.addresses["a"]) as p,
+        child(prefix=hosts.prefix("a"), host=hosts.addresses["a"]) as p,
     ):
         assert read(p, d, "warm", 1) == ""
+        p.order("lease", 3.0)
+        d.order("limits", SHORT)
         params = p.order("prefill", "a", BLOCKS, 2)
         hosts.link(up=False)
         d.order("load", "a", params, BLOCKS)
@@ -144,11 +150,15 @@ def test_a_link_that_stays_down_is_given_up_on_both_sides_and_the_reader_lives_o
 def test_a_rate_of_two_megabits(hosts: Hosts, pair: tuple[Child, Child]) -> None:
     """96 KiB take longer than 0.3 s, and come."""
     p, d = pair
+    p.order("lease", 30.0)
+    d.order("limits", {"read": 20.0})
     hosts.rate("2mbit")
     began = time.monotonic()
     assert read(p, d, "slow", 2) == ""
     assert time.monotonic() - began > 0.2, "the rate was cut"
     hosts.rate("50kbit")  # they would take 15 s now, and have 2
+    p.order("lease", 3.0)
+    d.order("limits", SHORT)
     why = read_slowly(p, d, "too slow", 3)
     assert "read" in why or "fence" in why, why
     exactly(d.order("told"), ("load of too slow failed: peer P@", why[:40]))

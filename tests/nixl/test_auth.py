@@ -28,6 +28,7 @@ from kvconn.nixl.sideserver import HandshakeServer
 from kvconn.nixl.wire import encode_request
 from kvconn.params import KvconnRef, RemoteRef, parse_remote, to_params
 from kvconn.trust import FleetKey, Trust
+from tests.nixl.test_sidechannel import Clocked
 from tests.support import NIXL_CONSUMER, NIXL_PRODUCER, Side, wait_until
 
 HOST = "127.0.0.1"
@@ -124,9 +125,15 @@ class TestKey:
             assert raw.poll(0) == 0  # not even the request
         assert result.payload is None and "it has no fleet key: a stock engine, or one without" in result.why
 
-    def test_another_fleets_key_opens_neither_side(self, serve: Serve, ask: Ask) -> None:
+    def test_another_fleets_key_opens_neither_side(self, serve: Serve) -> None:
         server, port = serve(KEYED)
-        result = ask(port, Trust(OTHER), timeout=0.5)
+        with Clocked(2.0, Trust(OTHER)) as one:
+            one.asking.start(("P", HOST, port))
+            one.rounds(1)
+            wait_until(lambda: any(line.ask.hint for line in list(one.asking._lines.values())))
+            one.passes(2.0)
+            one.rounds(2)
+            (result,) = one.results
         assert result.payload is None and "perhaps its fleet key is not ours" in result.why
         assert server.refused >= 1
 
@@ -208,8 +215,8 @@ class TestNetworks:
     def test_too_many_handshakes_of_one_address_are_refused_for_a_while_and_others_are_not(
         self, serve: Serve, ask: Ask, client: Callable[..., HandshakeClient], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("kvconn.nixl.gate.BURST", 4.0)
-        server, port = serve(Trust(rate=1e-9 + 1.0))
+        monkeypatch.setattr("kvconn.nixl.gate.BURST", 4000.0)  # four at once, and no more while this test runs
+        server, port = serve(Trust(rate=1e-3))
         asking = client(timeout=600.0)
         for _ in range(8):
             asking.start(("P", HOST, port))
@@ -220,17 +227,17 @@ class TestNetworks:
         assert server.refused >= len(refused)
 
     def test_requests_over_one_connection_are_counted_too(self, serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("kvconn.nixl.gate.BURST", 4.0)
-        server, port = serve(Trust(rate=1.0))
+        monkeypatch.setattr("kvconn.nixl.gate.BURST", 4000.0)
+        server, port = serve(Trust(rate=1e-3))
         with stock(port, zmq.DEALER) as raw:
             for _ in range(200):
                 raw.send_multipart([b"", encode_request(0, 0)])
-            wait_until(lambda: server.refused > 100)
-            answers = 0
-            while raw.poll(100):
+            for _ in range(4):
+                assert raw.poll(20_000)
                 raw.recv_multipart()
-                answers += 1
-        assert 4 <= answers < 100
+            wait_until(lambda: server.refused >= 196)
+            assert raw.poll(0) == 0
+        assert server.refused == 196
 
     def test_refusals_are_said_once_in_a_while(self, serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
         server, port = serve(Trust(allow=(network("10.0.0.0/8"),)))

@@ -145,9 +145,7 @@ def test_with_no_descriptor_left_a_connection_is_not_taken_for_gone() -> None:
         stack.enter_context(socket.create_connection(ours.getsockname()))
         near = stack.enter_context(ours.accept()[0])
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        lowest = os.dup(near.fileno())
-        os.close(lowest)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))  # every one below is taken
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))  # below are 0, 1 and 2, which nobody closes
         try:
             with pytest.raises(OSError, match="Too many open files"):
                 seen(near.fileno(), ours.getsockname()[1])
@@ -176,7 +174,7 @@ def test_nothing_but_a_connection_at_our_port_is_looked_at_or_ended() -> None:
 @pytest.fixture(params=[OPEN, KEYED], ids=["open", "keyed"])
 def server(request: pytest.FixtureRequest) -> Iterator[HandshakeServer]:
     made = HandshakeServer(HOST, 0, {(0, 0): PAYLOAD}, request.param)
-    made._connections._most, made._connections._idle = 40, 0.5
+    made._connections._most = 40
     yield made
     made.close()
 
@@ -268,6 +266,7 @@ def test_connections_that_say_nothing_are_bounded_and_end_while_honest_peers_are
             if n % 50 == 49:
                 assert served(server, trust)
                 assert len(server._connections) <= 40
+        server._connections._idle = 0.5  # now: until here it is their number that ends them
         wait_until(lambda: len(server._connections) == 0, what="all are over")
         for one in idle:
             one.settimeout(20)
@@ -293,6 +292,7 @@ def test_a_connection_with_requests_stays_and_one_that_stopped_asking_ends(serve
     for thread in threads:
         thread.join(30)
     assert answers == [True] * 30
+    server._connections._idle = 0.5
     wait_until(lambda: len(server._connections) == 0)
 
 

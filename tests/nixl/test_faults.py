@@ -6,14 +6,13 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import msgspec
 import pytest
 
 from kvconn.base import StepView
 from kvconn.errors import TransportError
 from kvconn.multi.connector import MultiConnector
 from kvconn.transport.ucx import cma_usable
-from tests.nixl.producer import Producer, races
+from tests.nixl.producer import Producer, limit, races
 from tests.support import NIXL_CONSUMER, NIXL_PRODUCER, Side, free_port, multi, offload_hold, wait_until
 from tests.told import Told, exactly
 
@@ -26,7 +25,7 @@ NIXL_BOTH = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
 
 @pytest.fixture
 def d() -> Iterator[Side]:
-    extra = {"kv_connector_extra_config": {"kvconn": {"read": 2.0, "handshake": 5.0, "quarantine_max": 64}}}
+    extra = {"kv_connector_extra_config": {"kvconn": {"read": 15.0, "handshake": 15.0, "quarantine_max": 64}}}
     side = Side("D", {**NIXL_CONSUMER, **extra}, num_blocks=64)
     yield side
     side.close()
@@ -65,6 +64,7 @@ def test_a_producer_stopped_in_mid_read_leaves_the_blocks_in_quarantine_until_it
         d.load("warm", warm, BLOCKS)
         step_until(d, lambda: d.received == ["warm"])
         assert d.failed == []
+        limit(worker(d), read=0.5)
         params = p.order("prefill", "a", BLOCKS, 2)
         p.stop()
         d.load("r", params, BLOCKS)
@@ -74,7 +74,7 @@ def test_a_producer_stopped_in_mid_read_leaves_the_blocks_in_quarantine_until_it
         p.cont()
         step_until(d, lambda: "r" in d.received)
         assert d.failed == ["r"]
-        told.exactly(("load of r failed: peer P@", ", read: not done after 2 s"))
+        told.exactly(("load of r failed: peer P@", ", read: not done after 0.5 s"))
         step_until(d, lambda: "a" in p.order("sent"))
         assert p.order("left") == p.order("told") == []
         assert len(worker(d)._reader._reads) == 0 and d.aggregator.pending() == []
@@ -89,6 +89,7 @@ def test_a_lease_that_ends_in_mid_read_is_noticed_by_the_reader(d: Side, told: T
         d.load("warm", p.order("prefill", "warm", BLOCKS, 1), BLOCKS)
         step_until(d, lambda: d.received == ["warm"])
         wait_until(lambda: "warm" in p.order("sent"))
+        p.order("told"), told.take()  # a first contact may take longer than this lease
         expired = p.order("stats").get("nixl_num_kv_expired_reqs", 0)
         d.load("r", p.order("prefill", "a", BLOCKS, 2, 3), BLOCKS)
         d.workers[0].bind_connector_metadata(d.scheduler.build_connector_meta(StepView(d.seq)))
@@ -111,7 +112,7 @@ def test_blocks_that_were_given_to_another_prompt_are_not_taken_for_the_old_one(
         d.load("r", params, BLOCKS)
         step_until(d, lambda: "r" in d.received)
         exactly(p.order("told"), EXPIRED)
-    told.exactly((*STALE, " s after its lease, unless somebody prolonged that"))
+    told.exactly(STALE)
     assert d.failed == ["r"] and d.stats.values["stale_reads"] == 1
     assert d.holds(BLOCKS, 3)  # what was read, and not handed over
 
@@ -173,12 +174,13 @@ def test_a_read_that_never_ends_is_ended_by_a_new_agent(d: Side, told: Told) -> 
         d.load("warm", p.order("prefill", "warm", BLOCKS, 1), BLOCKS)
         step_until(d, lambda: d.received == ["warm"])
         assert d.failed == []
+        limit(w, read=0.5)
         params = p.order("prefill", "a", BLOCKS, 2)
         p.stop()
         d.load("r", params, BLOCKS)
         step_until(d, lambda: w._reader._reads.quarantined(0.0))
         name = w._agent.transport.name
-        w._reader._settings = _with_age(w._reader._settings, 0.2)
+        limit(w, read=15.0, quarantine_age=0.2)
         step_until(d, lambda: "r" in d.received)
         assert d.failed == ["r"] and w._agent.transport.name != name
         told.exactly(("load of r failed: peer P@", ", read: not done"), ("quarantine is ", "making a new NIXL agent"))
@@ -190,14 +192,10 @@ def test_a_read_that_never_ends_is_ended_by_a_new_agent(d: Side, told: Told) -> 
     assert d.stats.values["agent_recreations"] == 1
 
 
-def _with_age(settings: Any, age: float) -> Any:
-    return msgspec.structs.replace(settings, kvconn=msgspec.structs.replace(settings.kvconn, quarantine_age=age))
-
-
 @pytest.mark.parametrize("composition", ["alone", "in Multi"])
 def test_more_blocks_than_may_be_in_quarantine_are_ended_by_a_new_agent_at_once(told: Told, composition: str) -> None:
     """And the rank serves as well: who reads from it finds the new agent."""
-    limits = {"read": 0.5, "handshake": 5.0, "quarantine_max": 8}
+    limits = {"read": 15.0, "handshake": 15.0, "quarantine_max": 8}
     extra = {"kv_lease_duration": 3.0, "kvconn": limits}  # who can't tell us that it is done is waited for so long
     transfer = {**NIXL_BOTH, "kv_connector_extra_config": extra}
     if composition == "in Multi":
@@ -216,6 +214,7 @@ def test_more_blocks_than_may_be_in_quarantine_are_ended_by_a_new_agent_at_once(
             both.load("warm", p.order("prefill", "warm", BLOCKS, 1), BLOCKS)
             step_until(both, lambda: both.received == ["warm"])
             assert both.failed == []
+            limit(worker(both), read=0.5)
             name = worker(both)._agent.transport.name
             params = p.order("prefill", "a", BLOCKS, 2)
             p.stop()
@@ -248,8 +247,17 @@ def test_an_agent_that_can_not_be_made_anew_fails_loads_until_it_can(
     d: Side, told: Told, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     w = worker(d)
-    make, refusals = w._agent._make, [TransportError("no memory"), TransportError("no memory")]
-    monkeypatch.setattr(w._agent, "_make", lambda: make() if not refusals else _raise(refusals.pop()))
+    make = w._agent._make
+    refused: list[tuple[str, ...]] = []
+
+    def not_yet() -> Any:
+        if len(refused) < 2 or "r" not in d.received:
+            refused.append(again)
+            raise TransportError("no memory")
+        return make()
+
+    again, why = ("no new NIXL agent, next try in 0.05 s: no memory",), "this rank has no NIXL agent"
+    monkeypatch.setattr(w._agent, "_make", not_yet)
     monkeypatch.setattr("kvconn.nixl.agent.REOPEN", 0.05)
     w._recreate("a test wants it", time.perf_counter())
     with Producer(num_blocks=64) as p:
@@ -257,10 +265,8 @@ def test_an_agent_that_can_not_be_made_anew_fails_loads_until_it_can(
         step_until(d, lambda: "r" in d.received)
         assert d.failed == ["r"] and "no NIXL agent" in d.reasons["r"]
         step_until(d, lambda: w._agent.transport is not None)
-        assert refusals == []
-    again, why = ("no new NIXL agent, next try in 0.05 s: no memory",), "this rank has no NIXL agent"
     no_agent = [("handshake failed, none again for 1 s: peer P@", why), ("load of r failed: peer P@", why)]
-    told.exactly("a test wants it: making a new NIXL agent", again, again, *no_agent)
+    told.exactly("a test wants it: making a new NIXL agent", *refused, *no_agent)
 
 
 def test_a_new_agent_that_can_not_register_its_memory_is_destroyed_before_the_next_try(

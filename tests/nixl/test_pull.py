@@ -10,6 +10,7 @@ import pytest
 from kvconn.base import FinishReason, KVConnector, RequestView, StepView
 from kvconn.errors import ConfigError
 from kvconn.nixl.connector import NixlConnector
+from tests.nixl.producer import limit
 from tests.support import (
     BLOCK_SIZE,
     COMPOSITIONS,
@@ -201,13 +202,16 @@ BAD = {
 
 @pytest.mark.parametrize("what", BAD)
 def test_a_wrong_reference_fails_that_request_only(sides: Callable[..., Side], told: Told, what: str) -> None:
-    settings = {"kv_connector_extra_config": {"kvconn": {"handshake": 0.3}}}
-    p, d = sides("P", NIXL_PRODUCER), sides("D", {**NIXL_CONSUMER, **settings})
+    p, d = sides("P", NIXL_PRODUCER), sides("D", NIXL_CONSUMER)
+    reads: Any = d.workers[0]
+    if what == "a port nobody listens on":
+        limit(reads.worker, handshake=0.3)
     params = p.prefill("a", [3, 4], seed=2)
     p.step()
     d.load("bad", BAD[what](params), [8, 9])
     transfer(p, d, "bad", lambda: bool(d.failed))
     assert (d.received, d.failed) == (["bad"], ["bad"])
+    limit(reads.worker, handshake=10.0)
     good = p.prefill("b", [5, 6], seed=3)
     d.load("good", good, [10, 11])
     transfer(p, d, "good", lambda: "good" in d.received and "b" in p.sent)

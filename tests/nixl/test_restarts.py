@@ -22,7 +22,7 @@ Producer = partial(Child, env=TCP, pause=0.001, num_blocks=64)
 
 @pytest.fixture
 def d() -> Iterator[Side]:
-    extra = {"kv_connector_extra_config": {"kvconn": {"read": 3.0, "handshake": 3.0}}}
+    extra = {"kv_connector_extra_config": {"kvconn": {"read": 15.0, "handshake": 15.0}}}
     side = Side("D", {**NIXL_CONSUMER, **extra}, num_blocks=64)
     yield side
     side.close()
@@ -122,16 +122,19 @@ def test_a_peer_of_another_version_is_refused_by_name_and_others_are_read(d: Sid
 
 
 def test_a_reader_killed_with_its_reads_under_way_holds_nothing_of_the_producer_and_comes_back() -> None:
-    with Producer(lease=1.0) as p:
+    with Producer() as p:
         for n in range(2):
-            params = p.order("prefill", f"a{n}", BLOCKS, n)
             with Producer(reads=True, name="D") as reader:
+                p.order("lease", 30.0)
                 warm = p.order("prefill", f"w{n}", BLOCKS, n)
                 reader.order("load", "w", warm, BLOCKS)
                 wait_until(lambda reader=reader: reader.order("results")[0] == ["w"])  # type: ignore[misc]
+                p.order("lease", 1.0)
+                params = p.order("prefill", f"a{n}", BLOCKS, n)
                 assert reader.order("load", "a", params, BLOCKS, False) > 0  # its read is posted, and then it dies
             wait_until(lambda n=n: {f"a{n}", f"w{n}"} <= set(p.order("sent")))  # type: ignore[misc]
         assert p.order("left") == []
+        p.order("lease", 30.0)
         assert p.order("stats")["nixl_num_kv_expired_reqs"] == 2
         exactly(p.order("told"), *[f"rank 0: a{n} was not read within its lease" for n in range(2)])
         with Producer(reads=True, name="D") as reader:
@@ -144,11 +147,12 @@ def test_a_reader_killed_with_its_reads_under_way_holds_nothing_of_the_producer_
 
 def test_a_reader_stopped_past_the_lease_is_refused_what_it_reads_then() -> None:
     with (
-        Producer(lease=2.0) as p,
+        Producer() as p,
         Producer(reads=True, name="D") as reader,
     ):
         reader.order("load", "w", p.order("prefill", "w", BLOCKS, 1), BLOCKS)
         wait_until(lambda: reader.order("results")[0] == ["w"])
+        p.order("lease", 1.0)
         params = p.order("prefill", "a", BLOCKS, 2, 3)  # overwritten with 3 at its release
         reader.stop()
         wait_until(lambda: "a" in p.order("sent"), what="the lease's end")

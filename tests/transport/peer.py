@@ -45,6 +45,8 @@ TCP = {"UCX_TLS": "tcp"}
 ANY = {"UCX_TLS": "all"}
 #: how long a child's own waiting may take; orders get this plus the time to start a python.
 WAIT = 15.0
+#: and of all rounds of a hammer together
+HAMMER = 3 * WAIT
 
 
 class ChildError(Exception):
@@ -362,8 +364,9 @@ class Served(Memory):
         askers = [threading.Thread(target=asks) for _ in range(2)]
         for thread in readers + askers:
             thread.start()
+        deadline = time.monotonic() + HAMMER
         for thread in readers:
-            thread.join(WAIT)
+            thread.join(max(0.0, deadline - time.monotonic()))
         reading.clear()
         for thread in askers:
             thread.join(WAIT)

@@ -19,7 +19,7 @@ from kvconn.transport import ucx
 from kvconn.transport.gate import Gate
 from kvconn.transport.nixl import NixlTransport
 from kvconn.transport.parts import check, joined
-from tests.transport.peer import ANY, ROOT, TCP, Child, ChildError, until
+from tests.transport.peer import ANY, HAMMER, ROOT, TCP, WAIT, Child, ChildError, until
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -141,7 +141,8 @@ def test_notifications_name_their_sender_and_keep_their_order(shared: Pair) -> N
 
 def test_threads_share_one_agent(shared: Pair) -> None:
     shared.p("scramble", 5)
-    assert shared.d("hammer", shared.p_name, shared.p_address, 300) == []
+    shared.d.send("hammer", shared.p_name, shared.p_address, 300)
+    assert shared.d.receive(HAMMER + 3 * WAIT) == []
     last = SIZE // PAGE - 2
     for k in range(2):
         there = (k + 2 * 299) % last + 2
