@@ -4,8 +4,8 @@ Rules
 1. The client asks all peers at once from one thread; a peer that does not answer costs its own deadline only, and so
    does a name that nobody resolves (C7). It connects to addresses only, and only to those in ``kvconn.allow``.
 2. A name's addresses are tried together, the first few of them, on one socket and within one deadline. The request goes
-   to the first that gets through its handshake, and again, to them in turn, after one hung up, and every second: what
-   is sent to a connection that ends goes to nobody, and nothing says so. Asking twice does no harm.
+   to the first that gets through its handshake, and again, to them in turn, after one hung up, and every few seconds:
+   what is sent to a connection that ends goes to nobody, and nothing says so. Asking twice does no harm.
 3. Results cross to the step thread in a queue; sockets never leave their thread.
 4. With a fleet key it speaks CURVE and nothing else: there is no way down. Of several keys the next is tried where one
    does not fit, in turns until the deadline: a fleet that changes its key is of two minds for a while.
@@ -41,8 +41,10 @@ __all__ = ["HandshakeClient", "HandshakeResult"]
 MAX_PENDING = 128
 #: milliseconds between two tries to connect grow to this
 _RECONNECT_MS = 1000
-#: seconds after which an unanswered request is sent again
+#: seconds after which an unanswered request is sent again, at first, and how often they double: whoever is slow because
+#: many ask is not asked more for it
 _AGAIN = 1.0
+_DOUBLINGS = 2
 #: bytes of one answer, with CURVE's; and milliseconds between two looks at how many have come
 MAX_ANSWER = MAX_FRAME + ROOM
 _WEIGH_MS = 100
@@ -419,7 +421,7 @@ class HandshakeClient:
             for ask in self._under_way():
                 ask.deadline += late
         for line in set(self._lines.values()):
-            if line.ask.times and now - line.ask.sent >= _AGAIN:
+            if line.ask.times and now - line.ask.sent >= _AGAIN * 2 ** min(line.ask.times - 1, _DOUBLINGS):
                 poller.modify(line.socket, _WHEN_IT_CAN)
         for line in {line for line in self._lines.values() if line.ask.deadline <= now}:
             self._finish(poller, line)

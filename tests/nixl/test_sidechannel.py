@@ -328,7 +328,7 @@ class TestClient:
             one.passes(2.0)
             one.rounds(2)
             assert [result.why for result in one.results] == ["no answer within 2 s"]
-        assert server.dropped == 1
+        assert server.dropped >= 1  # it is asked again after a while
 
     @pytest.mark.parametrize(
         ("reply", "why"),
