@@ -18,7 +18,7 @@ from tests.fuzz.mutate import mutated, mutated_bytes
 
 PACKAGE = Path(__file__).resolve().parent.parent / "kvconn"
 #: a process and the children it forked talk over pipes that nobody else can open; torch's and vLLM's own is theirs
-PIPES = {"doctor/pair.py", "engine/client.py", "engine/executor.py", "engine/worker.py"}
+PIPES = {"doctor/pair.py", "engine/client.py", "engine/executor.py", "engine/worker.py", "engine/words.py"}
 #: modules that make objects of bytes, and calls that do so within other modules
 UNSAFE = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "multiprocessing"}
 CALLS = {"recv_pyobj", "send_pyobj", "recv_serialized", "eval", "exec", "Unpickler", "broadcast_object_list"}
