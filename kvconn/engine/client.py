@@ -1,8 +1,8 @@
 """An engine in a process of its own, as a driver sees it.
 
 Rules
-1. The driver's end never blocks for longer than it was told to; an engine that is gone is an EngineDeadError with its
-   last words.
+1. The driver's end never blocks for longer than it was told to, but in an order for which the pipe of an engine that
+   stands still has no room; an engine that is gone is an EngineDeadError with its last words.
 2. Orders and events cross one pipe as frozen Structs. The engine sends its statistics along, ten times a second. It
    never waits for its driver to listen (:mod:`kvconn.engine.words`).
 3. :meth:`EngineProcess.shutdown` leaves no process, however the engine is.
@@ -160,10 +160,6 @@ class EngineProcess:
     def _send(self, order: tuple[str, Any]) -> None:
         if self._pipe is None:
             raise EngineDeadError(f"engine {self.config.name}: not started, or shut down")
-        if not room(self._pipe, self.config.step_timeout):
-            raise EngineDeadError(
-                f"engine {self.config.name}: took no order for {self.config.step_timeout:g} s; it stands still"
-            )
         try:
             self._pipe.send(order)
         except OSError:
